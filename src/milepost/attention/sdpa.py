@@ -1,0 +1,168 @@
+"""torch's own scaled dot-product attention: plain, with a Hankel view of a distance table, or with a dense mask."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from milepost.positions import Positions
+from milepost.terms import DistanceBias, Terms
+
+CHUNK = 1024
+"""Queries handled at a time by the Hankel view, so that keys later than the chunk are skipped."""
+
+
+def refuses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions,
+    terms: Terms,
+    *,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+) -> str | None:
+    if terms.branches:
+        return "several branches, or a branch that rules only some distances"
+    if terms.scores is not None:
+        return "content-dependent scores need whole rows of logits"
+    if terms.weights is not None:
+        return "the weights change after the softmax"
+    if softcap is not None:
+        return "soft-capped logits"
+    if isinstance(terms.bias, DistanceBias) and terms.bias.table.requires_grad and torch.is_grad_enabled():
+        return "a learned distance table: autograd through the strided view costs one graph and one L x L per length"
+    return None
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions,
+    terms: Terms,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Exact for every mask and bias; ``O(H * K)`` memory where no padding, no documents and no pair bias is present."""
+    simple = positions.plain() and terms.chunk is None and isinstance(positions.query_start, int)
+    if simple and (terms.bias is None or isinstance(terms.bias, DistanceBias)):
+        return _plain(q, k, v, positions, terms, scale, dropout)
+    return _dense(q, k, v, positions, terms, scale, dropout)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, positions: Positions, terms: Terms, scale: float, dropout: float
+) -> Tensor:
+    count, keys, start = positions.num_queries, positions.num_keys, positions.query_start
+    assert isinstance(start, int)
+    unbiased = terms.bias is None and terms.window is None
+    if unbiased and not positions.causal:
+        return _sdpa(q, k, v, None, scale, dropout)
+    if unbiased and count == keys:
+        return _sdpa(q, k, v, None, scale, dropout, causal=True)
+    if torch.compiler.is_compiling() or not positions.causal or count < 2 * CHUNK:
+        return _hankel(q, k, v, positions, terms, scale, dropout)
+    blocks = []
+    for begin in range(0, count, CHUNK):
+        end = min(begin + CHUNK, count)
+        seen = start + end
+        part = _hankel(q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], positions, terms, scale, dropout, begin)
+        blocks.append(part)
+    return torch.cat(blocks, dim=2)
+
+
+def _hankel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions,
+    terms: Terms,
+    scale: float,
+    dropout: float,
+    begin: int = 0,
+) -> Tensor:
+    """Bias and causality in one line per head, viewed as the mask with strides (1, 1) over flipped queries.
+
+    With ``x = (Q-1-i) + j`` the distance is ``start + Q - 1 - x``: one number per x, for every pair.
+    """
+    count, keys = q.shape[2], k.shape[2]
+    start = positions.query_start + begin
+    distance = (start + count - 1) - torch.arange(count + keys - 1, device=q.device)
+    bias = terms.bias
+    if isinstance(bias, DistanceBias):
+        line = bias.table[:, (distance - bias.first).clamp(0, bias.table.shape[1] - 1)]
+        zero_in_every_row = positions.causal or (count == keys and positions.query_start == 0)
+        if line.device.type == "cpu" and zero_in_every_row:
+            line = _without_denormals(line, distance, q, k, scale)
+    else:
+        line = torch.zeros(1, count + keys - 1, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if positions.causal:
+        hidden = hidden | (distance < 0)
+    if terms.window is not None:
+        hidden = hidden | (distance >= terms.window) | (distance <= -terms.window)
+    line = line.masked_fill(hidden, -torch.inf).contiguous()
+    mask = line.as_strided((1, line.shape[0], count, keys), (0, line.shape[1], 1, 1))
+    out = _sdpa(q.flip(2), k, v, mask.expand(-1, q.shape[1], -1, -1), scale, dropout)
+    return out.flip(2)
+
+
+def _without_denormals(line: Tensor, distance: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """-inf where no weight can reach ``e^-28 / K`` of its row, because products of denormals are slow on CPUs.
+
+    Bound: ``|q.k| * scale <= R/2`` with ``R = 2 * scale * max|q| * max|k|``, and distance 0 is visible in every row,
+    so a weight is at most ``exp(R + b(d) - b(0))`` of the row's total.
+    """
+    reach = 2 * scale * _largest_norm(q) * _largest_norm(k)
+    at_zero = torch.where(distance == 0, line, -torch.inf).amax(-1, keepdim=True)
+    bound = at_zero - (reach + math.log(max(2, line.shape[1])) + 28.0)
+    return line.masked_fill(line < bound, -torch.inf)
+
+
+def _largest_norm(x: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    return x.detach().float().norm(dim=-1).amax()
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, positions: Positions, terms: Terms, scale: float, dropout: float
+) -> Tensor:
+    allowed = positions.allowed(window=terms.window, chunk=terms.chunk)[:, None]
+    some = allowed.any(-1, keepdim=True)
+    visible = allowed | ~some
+    if terms.bias is None:
+        mask = visible
+    else:
+        mask = terms.bias.dense().masked_fill(~visible, -torch.inf)
+    mask = mask.expand(-1, q.shape[1], -1, -1)
+    return torch.where(some, _sdpa(q, k, v, mask, scale, dropout), 0.0)
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, *, causal: bool = False
+) -> Tensor:
+    dtype = q.dtype
+    if mask is not None and mask.dtype != torch.bool:
+        work = torch.promote_types(mask.dtype, torch.float32) if dtype != torch.float64 else torch.float64
+        q, k, v, mask = q.to(work), k.to(work), v.to(work), mask.to(work)
+    grouped = False
+    if q.shape[1] != k.shape[1]:  # a branch, so that a traced comparison of sizes becomes a plain bool
+        grouped = True
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    return out.to(dtype)

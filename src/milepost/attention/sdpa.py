@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,6 +11,9 @@ from milepost.terms import DistanceBias, Terms
 
 CHUNK = 1024
 """Queries handled at a time by the Hankel view, so that keys later than the chunk are skipped."""
+
+LOG_KEYS = 21.0
+"""At least ln K for any K below a billion; a constant, so that one traced graph serves all lengths."""
 
 
 def refuses(
@@ -121,7 +122,7 @@ def _without_denormals(line: Tensor, distance: Tensor, q: Tensor, k: Tensor, sca
     """
     reach = 2 * scale * _largest_norm(q) * _largest_norm(k)
     at_zero = torch.where(distance == 0, line, -torch.inf).amax(-1, keepdim=True)
-    bound = at_zero - (reach + math.log(max(2, line.shape[1])) + 28.0)
+    bound = at_zero - (reach + LOG_KEYS + 28.0)
     return line.masked_fill(line < bound, -torch.inf)
 
 

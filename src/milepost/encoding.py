@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import inspect
@@ -379,6 +380,49 @@ def build_for(name: str, geometry: dict[str, Any], **options: Any) -> Encoding:
     known = {f.name for f in fields(entry.cls.Config)}
     taken = {k: v for k, v in geometry.items() if k in known and k not in options and k not in dict(entry.preset)}
     return build(name, **taken, **options)
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """``"t5:num_buckets=8:max_distance=16"`` -> ``("t5", {"num_buckets": 8, "max_distance": 16})``.
+
+    Values are Python literals; anything else is a string.
+
+    Raises:
+        ValueError: an option without ``=``.
+    """
+    name, *pairs = spec.strip().split(":")
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{spec!r}: options are written name:option=value:option=value; got {pair!r}")
+        try:
+            value = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError):
+            value = text.strip()
+        options[key.strip().replace("-", "_")] = value
+    return name.strip(), options
+
+
+def from_spec(spec: str, geometry: dict[str, Any]) -> Encoding:
+    """The encoding that a line of text describes, for a model of this geometry.
+
+    ``"alibi:slope_scale=2"`` is one encoding with options, ``"sinusoidal+alibi"`` a :class:`Sum` and
+    ``"rope/rope/rope/nope"`` a :class:`PerLayer` schedule (a part that occurs twice is one object).
+    """
+    built: dict[str, Encoding] = {}
+
+    def layer(text: str) -> Encoding:
+        if text not in built:
+            parts = []
+            for part in text.split("+"):
+                name, options = parse_spec(part)
+                parts.append(build_for(name, geometry, **options))
+            built[text] = parts[0] if len(parts) == 1 else Sum(*parts)
+        return built[text]
+
+    layers = [layer(text.strip()) for text in spec.split("/")]
+    return layers[0] if len(layers) == 1 else PerLayer(layers)
 
 
 def catalogue() -> tuple[Info, ...]:

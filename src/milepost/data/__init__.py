@@ -10,8 +10,8 @@
 `nonoverlapping`, `last_targets` and `sliding` say which targets a window counts. `WindowDataset` and `PasskeyDataset`
 are map-style: item i is a pure function of (seed, i), so a resumed training sees what an undisturbed one saw.
 
-Importing this package imports numpy only; torch is imported with `WindowDataset` and `PasskeyDataset`, transformers when
-a tokenizer is built, datasets and pyarrow when such a source is named.
+Importing this package imports numpy only; torch is imported with `WindowDataset` and `PasskeyDataset`, transformers
+when a tokenizer is built, datasets and pyarrow when such a source is named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from milepost.data.batches import ConstantLength, Curriculum, LengthPlan, MixedL
 from milepost.data.corpus import CORPORA, Corpus, Document, Split, load_corpus
 from milepost.data.errors import DataError, FillError
 from milepost.data.passkey import PasskeyPrompt, PasskeyTask, splice
-from milepost.data.positions import PositionDraw, PoSEPositions, RandomizedPositions
+from milepost.data.positions import PoSEPositions, PositionDraw, RandomizedPositions
 from milepost.data.tokens import EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, decode_bytes, encode_bytes
 from milepost.data.windows import Regions, Windows, last_targets, nonoverlapping, select_regions, sliding
 

@@ -1,7 +1,7 @@
 """Which tokens a training step reads: lengths by step, window starts, document and segment ids.
 
-Everything here is a pure function of (seed, index): a resumed training, another number of workers or another method sees
-the same data in the same order.
+Everything here is a pure function of (seed, index): a resumed training, another number of workers or another method
+sees the same data in the same order.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class MixedLengths:
     """Lengths mixed by their share of the training tokens: {128: 0.5, 512: 0.5}.
 
     Steps have equal tokens, so a length's share of the steps is its share of the tokens. Step n takes the length whose
-    interval of cumulated shares holds frac(u + n * golden ratio), u from the seed: after any number of steps every share
-    is kept to about log(n) / n, which random draws do not do.
+    interval of cumulated shares holds frac(u + n * golden ratio), u from the seed: after any number of steps every
+    share is kept to about log(n) / n, which random draws do not do.
 
     Raises `DataError` for shares that are not positive, or a length that does not divide the longest.
     """
@@ -82,7 +82,7 @@ class MixedLengths:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a length curriculum: window length, tokens to train on, and what else changes (frequencies, for one)."""
+    """One stage of a length curriculum: window length, tokens to train on, and other changes (frequencies)."""
 
     length: int
     tokens: int
@@ -112,7 +112,9 @@ class Curriculum:
             raise DataError("a curriculum needs at least one stage")
         _check_lengths(tuple(stage.length for stage in self.stages))
         if self.tokens_per_step < self.max_length:
-            raise DataError(f"tokens_per_step={self.tokens_per_step} is less than the longest stage length {self.max_length}")
+            raise DataError(
+                f"tokens_per_step={self.tokens_per_step} is less than the longest stage length {self.max_length}"
+            )
         steps = (-(-stage.tokens // self.tokens_per_step) for stage in self.stages)
         object.__setattr__(self, "_ends", tuple(accumulate(steps)))
 
@@ -167,7 +169,7 @@ def document_ids(positions: Ints, starts: Ints) -> Ints:
 
 
 def segment_ids(tokens: Ints, separators: Collection[int], num_types: int = 2) -> Ints:
-    """Segment of each token: the number of separators before it, modulo `num_types`; a separator closes its own segment.
+    """Segment of each token: the number of separators before it, modulo `num_types`; a separator closes its own.
 
     tokens: (..., n). Raises `DataError` for no separators or fewer than two types.
     """
@@ -184,4 +186,6 @@ def _check_lengths(lengths: Sequence[int]) -> None:
         raise DataError(f"window length {min(lengths)} must be at least 2: the first token has no prediction")
     wrong = [length for length in lengths if max(lengths) % length]
     if wrong:
-        raise DataError(f"length {wrong[0]} does not divide the longest, {max(lengths)}: steps of equal tokens need that")
+        raise DataError(
+            f"length {wrong[0]} does not divide the longest, {max(lengths)}: steps of equal tokens need that"
+        )

@@ -1,8 +1,9 @@
 """Tokenised documents on disk: written once under a content hash, checked and memory-mapped afterwards.
 
-A copy is a folder `<key>` with, for each split, the token stream (raw little-endian), the index (start, length, bytes of each
-document) and the names, and `meta.json` with the size and digest of each file. It is written under another name and
-renamed, so a reader sees a whole copy or none; two processes that build the same key at once both succeed and share one.
+A copy is a folder `<key>` with, for each split, the token stream (raw little-endian), the index (start, length, bytes
+of each document) and the names, and `meta.json` with the size and digest of each file. It is written under another name
+and renamed, so a reader sees a whole copy or none; two processes that build the same key at once both succeed and share
+one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class TokenDocument:
 
 @dataclass(frozen=True, eq=False)
 class SplitArrays:
-    """One split: the stream (each document followed by the separator), the index (n, 3) of start, length, bytes; the names."""
+    """One split: stream (the separator after each document), index (n, 3) of start, length, bytes, and names."""
 
     stream: Tokens
     index: Ints
@@ -195,7 +196,7 @@ def _write_files(
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename into place. A damaged copy in the way is moved aside first; a sound one, made meanwhile by another, stays."""
+    """Rename into place. A damaged copy in the way is moved aside; a sound one, made meanwhile, stays."""
     for _ in range(100):
         try:
             os.rename(temporary, folder)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CORPORA = ("prose", "code")
-SPLIT_SALT = "milepost split 1"
+SPLIT_SALT = "milepost split"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 22
 
@@ -205,23 +205,25 @@ def load_corpus(
 ) -> Corpus:
     """Tokens of a corpus, split into train and test by document.
 
-    spec: "prose" (State of the Union addresses, shipped), "code" (the interpreter's standard library), a text file, a folder
-        of text files, a JSONL or parquet file or folder, a folder written by `datasets.save_to_disk`, a Hugging Face name
-        ("owner/name", or "hf:name[:subset]" for any), or a mapping of document names to texts.
+    spec: "prose" (State of the Union addresses, shipped), "code" (the interpreter's standard library), a text file, a
+        folder of text files, a JSONL or parquet file or folder, a folder written by `datasets.save_to_disk`, a Hugging
+        Face name ("owner/name", or "hf:name[:subset]" for any), or a mapping of document names to texts.
     tokenizer: a Hugging Face tokenizer, its name or path; None for bytes.
     cache_dir: where the tokenised copy lives (default: the user's cache folder); `cache=False` keeps it in memory only.
-    text_field, name_field: columns of JSONL, parquet and Hugging Face rows; rows are named by number without name_field.
+    text_field, name_field: columns of JSONL, parquet and Hugging Face rows; rows are named by number without
+        name_field.
     max_documents: read no more than the first so many documents.
     separator_id: the id after each document; default the tokenizer's eos, else sep, else bos.
 
     Where a source has train and test (or validation) splits of its own, they are kept. Otherwise a document is a test
-    document when the first 8 bytes of sha256("milepost split 1:" + name), read as a fraction of 2**64, are below
+    document when the first 8 bytes of sha256("milepost split:" + name), read as a fraction of 2**64, are below
     `test_fraction`, whole, whatever its length and whatever other documents there are. Should one side stay empty, the
-    document nearest to the boundary moves over; a single document is cut at the line end (or space, or character) nearest
-    to its last `test_fraction`. Train documents whose text (by sha256) is also a test document are removed and counted.
+    document nearest to the boundary moves over; a single document is cut at the line end (or space, or character)
+    nearest to its last `test_fraction`. Train documents whose text (by sha256) is also a test document are removed and
+    counted.
 
-    Raises `DataError` for an unknown name, empty data, text that is not UTF-8, a missing field, a missing package; `OSError`
-    when the copy cannot be written (nothing half-written stays behind).
+    Raises `DataError` for an unknown name, empty data, text that is not UTF-8, a missing field, a missing package;
+    `OSError` when the copy cannot be written (nothing half-written stays behind).
     """
     if not 0.0 < test_fraction < 1.0:
         raise DataError(f"test_fraction={test_fraction} must lie strictly between 0 and 1")
@@ -275,8 +277,9 @@ def open_source(
     text = str(spec)
     if text.startswith("hf:"):
         name, _, subset = text.removeprefix("hf:").partition(":")
-        options = {"text_field": text_field, "name_field": name_field}
-        return HuggingFaceSource(name, subset=subset or None, from_disk=False, **options)
+        return HuggingFaceSource(
+            name, subset=subset or None, text_field=text_field, name_field=name_field, from_disk=False
+        )
     path = Path(spec).expanduser()
     if path.exists():
         return open_path(path, text_field=text_field, name_field=name_field)
@@ -348,14 +351,14 @@ def _plan(source: Source, test_fraction: float, max_documents: int | None) -> _P
     only_text = ""
     for document in _read(source, max_documents):
         names.append(document.name)
-        contents.append(hashlib.sha256(document.text.encode("utf-8")).digest())
+        contents.append(_content_hash(document, source.name))
         by_name = by_name or document.split is None
         side = document.split or ("test" if is_test_document(document.name, test_fraction) else "train")
         sides.append(side if document.text else None)
         only_text = document.text if document.text else only_text
     full = [index for index, side in enumerate(sides) if side is not None]
     if not full:
-        raise DataError(f"{source.name} holds no text ({len(names)} documents, all empty): give it at least one with text")
+        raise DataError(f"{source.name} holds no text ({len(names)} documents, all empty): give it text")
     if len(full) == 1:
         return _Plan(sides, _cut_point(only_text, test_fraction, source.name), 0)
     if by_name:
@@ -369,10 +372,20 @@ def _plan(source: Source, test_fraction: float, max_documents: int | None) -> _P
     for side in disk.SPLITS:
         if side not in sides:
             raise DataError(
-                f"{source.name} leaves no {side} documents ({len(full)} documents, {removed} removed from train as copies "
-                f"of test documents): give it more documents of different text"
+                f"{source.name} leaves no {side} documents ({len(full)} documents, {removed} removed from train as "
+                f"copies of test documents): give it more documents of different text"
             )
     return _Plan(sides, None, removed)
+
+
+def _content_hash(document: RawDocument, source: str) -> bytes:
+    try:
+        return hashlib.sha256(document.text.encode("utf-8")).digest()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{source}, document {document.name!r}: character {error.start} is a lone surrogate "
+            f"({document.text[error.start]!r}) and has no UTF-8 form: remove it"
+        ) from error
 
 
 def _fill_empty_side(sides: list[str | None], names: list[str], full: list[int]) -> None:
@@ -423,7 +436,9 @@ def _tokenise(source: Source, plan: _Plan, tokenizer: PreTrainedTokenizerBase | 
     yield from _encode(batch, tokenizer)
 
 
-def _encode(batch: list[tuple[str, str, str]], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[disk.TokenDocument]:
+def _encode(
+    batch: list[tuple[str, str, str]], tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[disk.TokenDocument]:
     if tokenizer is None:
         for side, name, text in batch:
             tokens = encode_bytes(text)

@@ -1,7 +1,7 @@
 """Map-style torch datasets for the Hugging Face `Trainer`: item i is a pure function of (seed, i).
 
-Take the items in order (a sequential sampler): the windows are drawn at random already, and only then does optimiser step n
-read items n * items_per_step .. (n + 1) * items_per_step - 1 of a plan whose length changes by step.
+Take the items in order (a sequential sampler): the windows are drawn at random already, and only then does optimiser
+step n read items n * items_per_step .. (n + 1) * items_per_step - 1 of a plan whose length changes by step.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class _TrainSplit(Protocol):
 
 
 class WindowDataset(Dataset[dict[str, Tensor]]):
-    """Random windows of a training split: dicts of int64 tensors `input_ids` and `labels` (a copy; the model shifts them).
+    """Random windows of a training split: dicts of int64 `input_ids` and `labels` (a copy; the model shifts).
 
     split: a `Split`; windows may cross documents, which the separator tells apart.
-    plan: window length by optimiser step; an integer stands for `ConstantLength`. An item has plan.max_length tokens: with a
-        constant length one window, tensors (length,); otherwise as many windows as fit, tensors (rows, length), which
-        `collate` joins into a batch of equal tokens whatever the length.
+    plan: window length by optimiser step; an integer stands for `ConstantLength`. An item has plan.max_length tokens:
+        with a constant length one window, tensors (length,); otherwise as many windows as fit, tensors (rows, length),
+        which `collate` joins into a batch of equal tokens whatever the length.
     items: how many items there are (optimiser steps times items_per_step).
     items_per_step: items of one optimiser step, over all devices and accumulated micro-batches.
-    documents: add `document_ids` (counted from 0 in each window) for attention inside documents, and label the first token
-        of every later document -100, for it cannot be predicted from its own document.
+    documents: add `document_ids` (counted from 0 in each window) for attention inside documents, and label the first
+        token of every later document -100, for it cannot be predicted from its own document.
     segments: ids that close a segment: adds `token_type_ids`, 0 or 1 alternating.
     positions: a `PositionDraw`: adds `position_ids`, drawn anew for every window.
 

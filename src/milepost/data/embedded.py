@@ -1,4 +1,4 @@
-"""The two corpora that need no download: `prose` is shipped with the package, `code` is the running interpreter's library."""
+"""The two corpora that need no download: `prose` is shipped, `code` is the running interpreter's library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "di
 class ProseSource:
     """The State of the Union addresses, 1790-2021: 233 documents, 10.8 MB, public domain.
 
-    A document's name is "<year> <president>". The shipped text is compressed with xz; its sha256 is checked on every load.
+    A document's name is "<year> <president>". The shipped text is compressed with xz; its sha256 is checked on every
+    load.
     """
 
     name = "prose"
@@ -60,15 +61,16 @@ class ProseSource:
         found = hashlib.sha256(data).hexdigest()
         if found != self._index[key]:
             raise DataError(
-                f"the shipped corpus 'prose' is damaged: {key} is {found}, expected {self._index[key]}; reinstall milepost"
+                f"the shipped corpus 'prose' is damaged: its {key} is {found}, expected {self._index[key]}; "
+                f"reinstall milepost"
             )
 
 
 class CodeSource:
     """The sources of the running interpreter's standard library, without tests, installed packages and build settings.
 
-    A document's name is its path below the library's folder. It differs by Python version, so its fingerprint (sha256 over
-    names and contents) belongs into every report.
+    A document's name is its path below the library's folder. It differs by Python version, so its fingerprint (sha256
+    over names and contents) belongs into every report.
     """
 
     name = "code"
@@ -97,7 +99,9 @@ class CodeSource:
         """Raises `DataError` when the interpreter's library is not there as files."""
         paths = sorted(self._files(), key=lambda path: path.relative_to(self._root).as_posix())
         if not paths:
-            raise DataError(f"the standard library has no sources under {self._root}: use --data prose, or a folder of code")
+            raise DataError(
+                f"the standard library has no sources under {self._root}: use --data prose, or a folder of code"
+            )
         for path in paths:
             data = path.read_bytes()
             encoding, _ = tokenize.detect_encoding(BytesIO(data).readline)

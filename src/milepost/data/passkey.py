@@ -1,4 +1,4 @@
-"""Passkey prompts: a key of digits hidden in filler, asked for at the end; made of token ids, never decoded and re-encoded."""
+"""Passkey prompts: a key of digits hidden in filler and asked for at the end, spliced as token ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class PasskeyPrompt:
     """One prompt with its answer.
 
     input_ids: (n,) int64, prompt and answer; the answer is input_ids[prompt_length:].
-    needle: (begin, end) of the needle in input_ids; depth: begin / tokens of context (all but needle, question, answer).
+    needle: (begin, end) of the needle in input_ids; depth: begin / tokens of context (all but needle, question,
+        answer).
     key: the digits. `len(prompt)` is the real length, the one to report.
     """
 
@@ -47,10 +48,12 @@ class PasskeyTask:
     """What prompts are made of: [bos] intro, filler with the needle at a depth, question, answer.
 
     tokenizer: None for bytes. intro, question: text; needle, answer: text with "{key}".
-    filler: pieces that are drawn at random and repeated without end, or one long token array (`filler_tokens`) of which a
+    filler: pieces that are drawn at random and repeated without end, or one long token array (`filler_tokens`) of which
+        a
     random stretch is taken and which can run out. Each text is encoded alone, with nothing added, and ids are joined.
 
-    Two ready tasks: `PasskeyTask.small()` for training a small byte model in seconds, `PasskeyTask.sentences(tokenizer)` in
+    Two ready tasks: `PasskeyTask.small()` for training a small byte model in seconds,
+        `PasskeyTask.sentences(tokenizer)` in
     plain English for pretrained models.
     """
 
@@ -73,7 +76,7 @@ class PasskeyTask:
 
     @classmethod
     def small(cls, *, key_digits: int = 5) -> PasskeyTask:
-        """A byte task that a two-layer model learns in a few hundred steps: filler of six short words, "#12345 ", then "#"."""
+        """A byte task for models of two or three layers: filler of six short words with "#12345 " in it, then "#"."""
         return cls(
             needle="#{key} ",
             question="#",
@@ -87,7 +90,7 @@ class PasskeyTask:
         """Plain English, for any tokenizer."""
         return cls(
             tokenizer=tokenizer,
-            intro="A pass key is hidden somewhere in the long text below. Remember it; the question about it comes at the end.\n",
+            intro="A pass key is hidden in the long text below. Remember it: the question at the end asks for it.\n",
             needle=" Now note this: the pass key is {key}. Keep {key} in mind, it is the pass key.",
             question="\nWhat was the pass key in the text? The pass key is",
             answer=" {key}",
@@ -105,7 +108,7 @@ class PasskeyTask:
     def corpus_filler(
         cls, stream: npt.NDArray[Any], tokenizer: PreTrainedTokenizerBase | None = None, *, key_digits: int = 5
     ) -> PasskeyTask:
-        """Plain English needle and question in a random stretch of a corpus (`corpus.test.stream`), which can run out."""
+        """The needle in a random stretch of a corpus (`corpus.test.stream`), which can run out."""
         sentences = cls.sentences(tokenizer, key_digits=key_digits)
         return cls(
             tokenizer=tokenizer,
@@ -124,19 +127,19 @@ class PasskeyTask:
 
     @property
     def min_length(self) -> int:
-        """The shortest prompt: no filler at all. Exact for bytes; other tokenizers may vary by key, and the longest of 16 is taken."""
+        """The shortest prompt, without filler. Exact for bytes; elsewhere keys vary, and the longest of 16 is taken."""
         keys = [str(digit) * self.key_digits for digit in range(10)]
         keys += [("0123456789" * self.key_digits)[start : start + self.key_digits] for start in range(6)]
         return max(len(head) + len(needle) + len(tail) for head, needle, tail, _ in map(self._parts, keys))
 
     def prompt(self, length: int, *, depth: float, seed: int, index: int = 0, min_fill: float = 0.97) -> PasskeyPrompt:
-        """A prompt of `length` tokens, answer included, with the needle at `depth` (0: start of the context, 1: its end).
+        """A prompt of `length` tokens, answer included, the needle at `depth` (0: start of the context, 1: end).
 
-        A pure function of (seed, index) and the arguments. The needle begins at round(depth * context), but never inside bos
-        and intro. Filler is cut to the token.
+        A pure function of (seed, index) and the arguments. The needle begins at round(depth * context), but never
+        inside bos and intro. Filler is cut to the token.
 
-        Raises `DataError` when needle, question and answer do not fit in `length`, or the needle's ids occur more than once;
-        `FillError` when the filler runs out below min_fill * length.
+        Raises `DataError` when needle, question and answer do not fit in `length`, or the needle's ids occur more than
+        once; `FillError` when the filler runs out below min_fill * length.
         """
         if not 0.0 <= depth <= 1.0:
             raise DataError(f"depth={depth} must lie between 0 (start) and 1 (end of the context)")
@@ -159,10 +162,11 @@ class PasskeyTask:
     def prompts(
         self, length: int, *, count: int, seed: int, depths: Sequence[float] | None = None, min_fill: float = 0.97
     ) -> list[PasskeyPrompt]:
-        """`count` prompts of one length; depths are cycled through, default the middles of `count` equal parts of 0 .. 1."""
+        """`count` prompts of one length; depths are cycled; default the middles of `count` equal parts of 0 .. 1."""
         chosen = [(i + 0.5) / count for i in range(count)] if depths is None else list(depths)
         return [
-            self.prompt(length, depth=chosen[i % len(chosen)], seed=seed, index=i, min_fill=min_fill) for i in range(count)
+            self.prompt(length, depth=chosen[i % len(chosen)], seed=seed, index=i, min_fill=min_fill)
+            for i in range(count)
         ]
 
     def _parts(self, key: str) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -188,8 +192,10 @@ class PasskeyTask:
         return ids[:count]
 
 
-def splice(context: Ints | Sequence[int], needle: Sequence[int], depth: float, *, first: int = 0) -> tuple[Ints, tuple[int, int]]:
-    """Put needle ids into context ids at round(depth * len(context)), not before `first`; (ids, (begin, end) of the needle).
+def splice(
+    context: Ints | Sequence[int], needle: Sequence[int], depth: float, *, first: int = 0
+) -> tuple[Ints, tuple[int, int]]:
+    """Put needle ids into context ids at round(depth * len(context)), not before `first`: (ids, (begin, end)).
 
     Ids are spliced, never decoded and encoded again. Raises `DataError` when the needle's ids occur elsewhere too.
     """

@@ -42,20 +42,23 @@ class RandomizedPositions:
 
     def __call__(self, generator: np.random.Generator, length: int) -> tuple[Ints, Ints]:
         if length > self.maximum:
-            raise DataError(f"randomized positions: {length} tokens do not fit in maximum={self.maximum}; raise maximum")
+            raise DataError(
+                f"randomized positions: {length} tokens do not fit in maximum={self.maximum}; raise maximum"
+            )
         positions = np.sort(generator.choice(self.maximum, size=length, replace=False)).astype(np.int64)
         return np.arange(length, dtype=np.int64), positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoSEPositions:
-    """PoSE: two chunks, the second moved ahead by a random skip, so that distances up to `maximum` are trained at short length.
+    """PoSE: two chunks, the second moved ahead at random: distances up to `maximum` are trained at short length.
 
-    The first chunk has r ~ U{1 .. (n + 1) // 2} tokens at positions 0 .. r - 1; the second has positions r + u .. n - 1 + u,
-    u ~ U{0 .. maximum - n}. Its text starts up to `text_skip` tokens further on (0: the text stays contiguous).
+    The first chunk has r ~ U{1 .. (n + 1) // 2} tokens at positions 0 .. r - 1; the second has positions r + u .. n - 1
+    + u, u ~ U{0 .. maximum - n}. Its text starts up to `text_skip` tokens further on (0: the text stays contiguous).
 
     Raises `DataError` when the window is longer than `maximum`.
-    Source: Zhu et al. 2023, arXiv 2309.10400, and its train_pose.py, which takes the second chunk's text from a random place
+    Source: Zhu et al. 2023, arXiv 2309.10400, and its train_pose.py, which takes the second chunk's text from a random
+        place
     further on in the document (text_skip = 4 * length there).
     """
 

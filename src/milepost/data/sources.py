@@ -16,7 +16,23 @@ from typing import Any, Protocol
 
 from milepost.data.errors import DataError
 
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs", ".go")
+TEXT_SUFFIXES = (
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".tex",
+    ".html",
+    ".xml",
+    ".py",
+    ".c",
+    ".h",
+    ".cpp",
+    ".js",
+    ".java",
+    ".rs",
+    ".go",
+)
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev")
@@ -92,7 +108,7 @@ class MappingSource:
     def fingerprint(self) -> str:
         total = hashlib.sha256()
         for name, text in self.texts.items():
-            total.update(json.dumps([name, hashlib.sha256(text.encode("utf-8")).hexdigest()]).encode())
+            total.update(json.dumps([name, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()]).encode())
         return total.hexdigest()
 
     def documents(self) -> Iterator[RawDocument]:
@@ -130,7 +146,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class JsonlSource:
-    """JSON lines, one document a line; files named train*/test*/validation* keep that split when both kinds are there."""
+    """JSON lines, one document a line; files named train* and test* (or validation*) keep that split."""
 
     path: Path
     text_field: str
@@ -219,9 +235,16 @@ class HuggingFaceSource:
     Its own train and test (or validation) splits are kept when both exist; otherwise the names "split/row" are hashed.
     """
 
-    def __init__(self, path: str, *, subset: str | None, text_field: str, name_field: str | None, from_disk: bool) -> None:
+    def __init__(
+        self, path: str, *, subset: str | None, text_field: str, name_field: str | None, from_disk: bool
+    ) -> None:
         self.name = path if subset is None else f"{path}:{subset}"
-        self.about: Mapping[str, Any] = {"kind": "huggingface", "path": path, "subset": subset, "text_field": text_field}
+        self.about: Mapping[str, Any] = {
+            "kind": "huggingface",
+            "path": path,
+            "subset": subset,
+            "text_field": text_field,
+        }
         self._text_field = text_field
         self._name_field = name_field
         datasets = import_optional("datasets", f"loading the dataset {path!r}")
@@ -234,7 +257,10 @@ class HuggingFaceSource:
         test = next((name for name in TEST_SPLITS if name in splits), None)
         kept = {"train": splits.get("train"), "test": splits.get(test) if test is not None else None}
         if kept["train"] is not None and kept["test"] is not None:
-            self._splits: list[tuple[str, str | None, Any]] = [("train", "train", kept["train"]), (str(test), "test", kept["test"])]
+            self._splits: list[tuple[str, str | None, Any]] = [
+                ("train", "train", kept["train"]),
+                (str(test), "test", kept["test"]),
+            ]
         else:
             self._splits = [(name, None, rows) for name, rows in sorted(splits.items())]
         fields = [field for field in (text_field, name_field) if field is not None]
@@ -298,7 +324,9 @@ def check_fields(available: list[str], wanted: list[str], where: str) -> None:
     """Raises `DataError` that lists the available fields when a wanted one is missing."""
     for field in wanted:
         if field not in available:
-            raise DataError(f"{where} has no field {field!r}; it has {', '.join(map(repr, available))}: pass text_field=...")
+            raise DataError(
+                f"{where} has no field {field!r}; it has {', '.join(map(repr, available))}: pass text_field=..."
+            )
 
 
 def _field(row: Mapping[str, Any], field: str, where: str, option: str) -> str:

@@ -43,8 +43,8 @@ def decode_bytes(ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A `PreTrainedTokenizerFast` whose tokens are the 256 bytes, then pad (256) and eos (257); nothing is downloaded.
 
-    The id of a byte is its value, `decode(encode(text)) == text` for every text, and a text that spells a special token is
-    encoded as its bytes. Ids that are not valid UTF-8 decode with U+FFFD; `decode_bytes` gives the bytes themselves.
+    The id of a byte is its value, `decode(encode(text)) == text` for every text, and a text that spells a special token
+    is encoded as its bytes. Ids that are not valid UTF-8 decode with U+FFFD; `decode_bytes` gives the bytes themselves.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
@@ -66,7 +66,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _printable_bytes() -> list[str]:
-    """The character that `tokenizers`' ByteLevel uses for each byte: itself where printable, else the next free one from U+0100."""
+    """The character ByteLevel uses for each byte: itself where printable, else the next free one from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(256)]
@@ -113,7 +113,8 @@ def separator_of(tokenizer: PreTrainedTokenizerBase | None) -> int:
         if value is not None:
             return int(value)
     raise DataError(
-        f"the tokenizer {type(tokenizer).__name__} has no eos, sep or bos token to end documents with: pass separator_id=..."
+        f"the tokenizer {type(tokenizer).__name__} has no eos, sep or bos token to end documents with: "
+        f"pass separator_id=..."
     )
 
 

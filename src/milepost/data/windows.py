@@ -1,8 +1,9 @@
 """Which tokens an evaluation reads, and which targets it counts.
 
-A *region* is a stretch of one held-out document with `size` targets: tokens start .. start + size, where the first token is
-context only. A *window* of length n reads the inputs t[start : start + n] and predicts the targets t[start + 1 : start + n + 1].
-All functions here return index arrays and touch no text, so that what is counted can be checked without a model.
+A *region* is a stretch of one held-out document with `size` targets: tokens start .. start + size, where the first
+token is context only. A *window* of length n reads the inputs t[start : start + n] and predicts the targets t[start + 1
+: start + n + 1]. All functions here return index arrays and touch no text, so that what is counted can be checked
+without a model.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Regions:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Windows of one length, in a stable order (by region, then by start), so that methods can be compared token by token.
+    """Windows of one length, in a stable order (by region, then start): methods can be compared token by token.
 
     region, document, start: (W,) int64; `start` is the offset in the document of the first input token.
     first: (W,) int64, targets first .. length - 1 of the window are counted, earlier ones are context.
@@ -91,9 +92,7 @@ class Windows:
         return tokens[:, :-1], tokens[:, 1:], np.arange(self.length) >= self.first[index][:, None]
 
 
-def select_regions(
-    lengths: Sequence[int] | Ints, *, size: int, count: int = 24, allow_fewer: bool = False
-) -> Regions:
+def select_regions(lengths: Sequence[int] | Ints, *, size: int, count: int = 24, allow_fewer: bool = False) -> Regions:
     """`count` disjoint regions of `size` targets, spread as evenly as possible over the documents that are long enough.
 
     lengths: tokens of each document. Every document with more than `size` tokens takes part; no document gets a second
@@ -137,10 +136,11 @@ def select_regions(
 
 
 def nonoverlapping(regions: Regions, length: int) -> Windows:
-    """Non-overlapping windows of `length` over each region: every target of the region counted once, whatever the length.
+    """Non-overlapping windows of `length` over each region: every target counted once, whatever the length.
 
-    Where `length` does not divide the region's size, the last window is moved left until it is full, and counts only the
-    targets that no earlier window has counted. Much of the gain with length in this measure is the early-token effect.
+    Where `length` does not divide the region's size, the last window is moved left until it is full, and counts only
+    the targets that no earlier window has counted. Much of the gain with length in this measure is the early-token
+    effect.
 
     Raises `DataError` when `length` is less than 1 or exceeds the region's size.
     """
@@ -168,14 +168,16 @@ def last_targets(regions: Regions, length: int, targets: int) -> Windows:
 def sliding(regions: Regions, length: int, stride: int) -> Windows:
     """Windows of `length` that advance by `stride` targets; each counts only the targets that are new to it.
 
-    The first window of a region counts all its targets (they have no more context to be given); every later counted target
-    sees at least length - stride tokens before it. The last window is moved left until it ends with the region.
+    The first window of a region counts all its targets (they have no more context to be given); every later counted
+    target sees at least length - stride tokens before it. The last window is moved left until it ends with the region.
 
     Raises `DataError` when `stride` is not in 1 .. length or `length` exceeds the region's size.
     """
     _check_length(regions, length)
     if not 1 <= stride <= length:
-        raise DataError(f"stride={stride} must lie between 1 and the window's length {length}, or targets would be skipped")
+        raise DataError(
+            f"stride={stride} must lie between 1 and the window's length {length}, or targets would be skipped"
+        )
     ends = np.minimum(np.arange(length, regions.size + stride, stride, dtype=np.int64), regions.size)
     first = length - np.diff(ends, prepend=0)
     count = len(regions)

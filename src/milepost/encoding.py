@@ -80,6 +80,8 @@ class Encoding(nn.Module):
     info: ClassVar[Info | None] = None
     needs_tokens: ClassVar[bool] = False
     """``embed`` or ``forward`` must be given the token ids of all keys."""
+    axes: ClassVar[int] = 1
+    """Position axes it reads: 2 for images, 3 for video; positions are then ``(B|1, n, axes)``."""
 
     config: Any
 

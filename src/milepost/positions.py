@@ -110,7 +110,8 @@ class Positions:
     ) -> Positions:
         """A padded batch, from its ``(B, K)`` mask (True or 1 = a token, False or 0 = padding).
 
-        Positions are ``cumsum(mask) - 1``, clipped at 0, so that a padded row equals the same row without padding.
+        Positions are ``cumsum(mask) - 1``, clipped at 0, so that a padded row equals the same row without padding (with
+        ``side="right"`` they run on over the padding, which changes nothing for the tokens).
 
         Args:
             mask: ``(B, K)`` bool or integer.
@@ -138,7 +139,12 @@ class Positions:
                 )
         keys = mask.shape[1]
         count = present.long().cumsum(-1)
-        key = (count - 1).clamp(min=0) if position_ids is None else position_ids
+        if position_ids is not None:
+            key = position_ids
+        elif side == "right":
+            key = torch.arange(keys, device=mask.device).expand_as(mask)
+        else:
+            key = (count - 1).clamp(min=0)
         queries = keys if queries is None else queries
         start: int | Tensor = keys - queries if query_start is None else query_start
         if isinstance(start, int):

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from milepost import Branch, DistanceBias, Positions, Terms, attend, build, explain
+from milepost.attention import BACKENDS
+
+POSITIONS: dict[str, Callable[[], Positions]] = {
+    "full": lambda: Positions.full(40),
+    "bidirectional": lambda: Positions.full(40, causal=False),
+    "one query": lambda: Positions.step(39),
+    "chunk": lambda: Positions.step(31, queries=9),
+    "packed": lambda: Positions.packed([5, 20, 1, 14]),
+    "left": lambda: Positions.from_mask(mask_of(40, left=7), side="left"),
+    "right": lambda: Positions.from_mask(mask_of(40, right=7), side="right"),
+    "empty row": lambda: Positions.from_mask(mask_of(40, left=40), side="left"),
+    "holes": lambda: Positions.from_mask(holes(40)),
+    "cross": lambda: Positions.cross(13, 40),
+    "static cache": lambda: Positions.from_mask(
+        mask_of(40, right=10), side="right", queries=3, query_start=torch.tensor([27])
+    ),
+}
+
+
+def mask_of(length: int, *, left: int = 0, right: int = 0) -> Tensor:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, :left] = 0
+    if right:
+        mask[1, -right:] = 0
+    return mask
+
+
+def holes(length: int) -> Tensor:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, 10:13] = 0
+    mask[1, ::3] = 0
+    return mask
+
+
+def tensors(positions: Positions, *, heads: int = 4, kv: int = 2, dim: int = 16, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(h: int, n: int) -> Tensor:
+        return torch.randn(2, h, n, dim, generator=generator, dtype=torch.float64).to(dtype)
+
+    return draw(heads, positions.num_queries), draw(kv, positions.num_keys), draw(kv, positions.num_keys)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, positions: Positions, terms: Terms) -> Tensor:
+    """One query at a time, with Python sums: nothing in common with the reference but the definition."""
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
+    allowed = positions.allowed(window=terms.window, chunk=terms.chunk).expand(2, -1, -1)
+    bias = None if terms.bias is None else terms.bias.dense().expand(2, q.shape[1], -1, -1)
+    for b in range(2):
+        for h in range(q.shape[1]):
+            g = h // (q.shape[1] // k.shape[1])
+            for i in range(q.shape[2]):
+                keys = allowed[b, i].nonzero()[:, 0].tolist()
+                scores = [
+                    float(q[b, h, i] @ k[b, g, j]) / math.sqrt(q.shape[-1])
+                    + (0.0 if bias is None else float(bias[b, h, i, j]))
+                    for j in keys
+                ]
+                if not keys:
+                    continue
+                top = max(scores)
+                weights = [math.exp(s - top) for s in scores]
+                total = sum(weights)
+                out[b, h, i] = sum(w / total * v[b, g, j] for w, j in zip(weights, keys, strict=True))
+    return out
+
+
+@pytest.mark.parametrize("where", POSITIONS)
+@pytest.mark.parametrize("kind", ["nothing", "distance", "pair", "window", "chunk"])
+def test_every_backend_equals_the_definition(where: str, kind: str) -> None:
+    positions = POSITIONS[where]()
+    q, k, v = tensors(positions)
+    alibi = build("alibi", num_heads=4, slope_scale=1.5).double()
+    if kind == "nothing":
+        terms = Terms()
+    elif kind == "window":
+        terms = Terms(window=5)
+    elif kind == "chunk":
+        terms = Terms(chunk=6) + alibi(positions)
+    elif kind == "pair":
+        terms = alibi(positions.mapped(positions.query * 0.5, positions.key * 0.5))
+    else:
+        terms = alibi(positions)
+    wanted = by_hand(q, k, v, positions, terms)
+    torch.testing.assert_close(attend(q, k, v, positions, terms, backend="reference"), wanted, atol=1e-12, rtol=0)
+    reasons = explain(q, k, v, positions, terms).reasons
+    served = [name for name in BACKENDS if reasons[name] == "chosen" or reasons[name].startswith("would serve")]
+    for name in served:
+        got = attend(q, k, v, positions, terms, backend=name)
+        torch.testing.assert_close(got, wanted, atol=1e-9, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+        got = attend(q.float(), k.float(), v.float(), positions, terms, backend=name)
+        torch.testing.assert_close(got.double(), wanted, atol=3e-6, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_row_without_keys_is_zero_and_so_are_its_gradients() -> None:
+    positions = POSITIONS["empty row"]()
+    for backend in (*BACKENDS, "auto"):
+        for terms in (Terms(), build("alibi", num_heads=4)(positions)):
+            q, k, v = (t.requires_grad_() for t in tensors(positions, dtype=torch.float32))
+            try:
+                out = attend(q, k, v, positions, terms, backend=backend)
+            except ValueError:
+                continue
+            assert torch.equal(out[1], torch.zeros_like(out[1])), backend
+            grads = torch.autograd.grad(out.sum(), (q, k, v))
+            assert all(g.isfinite().all() and not g[1].any() for g in grads), backend
+
+
+def test_branches_share_one_softmax() -> None:
+    """Two branches that say the same are one; branches that leave a distance out hide it."""
+    positions = Positions.full(12)
+    q, k, v = tensors(positions)
+    plain = attend(q, k, v, positions)
+    split = Terms(branches=(Branch(far=3), Branch(near=3)))
+    torch.testing.assert_close(attend(q, k, v, positions, split), plain, atol=1e-12, rtol=0)
+    window = attend(q, k, v, positions, Terms(window=3))
+    torch.testing.assert_close(attend(q, k, v, positions, Terms(branches=(Branch(far=3),))), window, atol=1e-12, rtol=0)
+
+
+def test_blocks_of_queries_change_nothing() -> None:
+    from milepost.attention import reference
+
+    positions = POSITIONS["left"]()
+    q, k, v = tensors(positions)
+    terms = build("alibi", num_heads=4)(positions)
+    whole = reference.run(q, k, v, positions, terms, scale=0.25)
+    for block in (1, 7, 40, 64):
+        torch.testing.assert_close(reference.run(q, k, v, positions, terms, scale=0.25, block=block), whole)
+
+
+def test_query_chunks_of_the_view_change_nothing() -> None:
+    positions = Positions.full(2500)
+    q, k, v = tensors(positions, dtype=torch.float32)
+    terms = build("alibi", num_heads=4)(positions)
+    whole = attend(q[:, :, 2000:], k, v, positions.rows(2000, 2500), terms_of(terms, 2000, 2500), backend="reference")
+    torch.testing.assert_close(attend(q, k, v, positions, terms, backend="sdpa")[:, :, 2000:], whole, atol=2e-6, rtol=0)
+
+
+def terms_of(terms: Terms, start: int, stop: int) -> Terms:
+    assert terms.bias is not None
+    return Terms(bias=terms.bias.rows(start, stop))
+
+
+@pytest.mark.parametrize("norm", [1.0, 12.0, 60.0])
+def test_the_denormal_cure_never_cuts_a_key_that_matters(norm: float) -> None:
+    """A far key with a huge logit against a steep bias, and a table that grows again far out."""
+    positions = Positions.full(300)
+    q, k, v = tensors(positions, dtype=torch.float32)
+    k[:, :, 3] = 0.0
+    q = q * norm
+    k[:, :, 3] += q.mean(dim=(1, 2), keepdim=True)[:, :, 0] * norm
+    grows = torch.linspace(0, -200, 300)[None].repeat(4, 1)
+    grows[:, 280:] = 5.0
+    bias = DistanceBias(grows, positions, 0)
+    wanted = attend(q.double(), k.double(), v.double(), positions, Terms(bias=bias), backend="reference")
+    got = attend(q, k, v, positions, Terms(bias=bias), backend="sdpa")
+    torch.testing.assert_close(got.double(), wanted, atol=2e-3 * max(1.0, norm / 10), rtol=1e-3)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    positions = Positions.full(8)
+    q, k, v = tensors(positions)
+    with pytest.raises(ValueError, match=r"layout is \(batch, heads, length, head_dim\)"):
+        attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), positions)
+    with pytest.raises(ValueError, match="4 query heads do not share 3"):
+        attend(q, k[:, :1].repeat(1, 3, 1, 1), v, positions)
+    with pytest.raises(ValueError, match="3 heads, q has 4"):
+        attend(q, k, v, positions, build("alibi", num_heads=3)(positions))
+    with pytest.raises(ValueError, match="no attention backend is named 'cuda'"):
+        attend(q, k, v, positions, backend="cuda")
+
+
+def test_explain_says_why() -> None:
+    positions = Positions.full(8)
+    q, k, v = tensors(positions)
+    terms = build("alibi", num_heads=4, learn_slopes=True)(positions)
+    explanation = explain(q, k, v, positions, terms)
+    assert explanation.reasons[explanation.chosen] == "chosen"
+    assert "learned distance table" in explanation.reasons["sdpa"]
+    assert "learned distance table" in str(explanation)
+    with pytest.raises(ValueError, match="'sdpa' refuses: a learned distance table"):
+        attend(q, k, v, positions, terms, backend="sdpa")
+
+
+def test_autocast_changes_nothing_inside() -> None:
+    positions = Positions.full(40)
+    q, k, v = tensors(positions, dtype=torch.float32)
+    terms = build("alibi", num_heads=4)(positions)
+    plain = attend(q, k, v, positions, terms)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attend(q, k, v, positions, terms), plain)
+
+
+def test_softcap() -> None:
+    positions = Positions.full(8)
+    q, k, v = tensors(positions)
+    out = attend(q, k, v, positions, softcap=0.5)
+    logits = 0.5 * torch.tanh(q @ k.repeat_interleave(2, 1).mT / 4.0 / 0.5)
+    weights = logits.masked_fill(~positions.allowed(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(out, weights @ v.repeat_interleave(2, 1))

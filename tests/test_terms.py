@@ -25,7 +25,9 @@ def test_the_fields_of_terms_are_frozen() -> None:
     assert Terms().is_empty() and not Terms(window=2).is_empty()
 
 
-@pytest.mark.parametrize("positions", [Positions.full(9), Positions.step(5, queries=3), Positions.full(9, causal=False)])
+@pytest.mark.parametrize(
+    "positions", [Positions.full(9), Positions.step(5, queries=3), Positions.full(9, causal=False)]
+)
 def test_the_three_kinds_of_bias_mean_the_same(positions: Positions) -> None:
     distance = line(positions)
     allowed = positions.allowed()[:, None].expand(1, 2, -1, -1)

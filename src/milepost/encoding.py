@@ -377,7 +377,7 @@ GEOMETRY = ("num_heads", "head_dim", "width", "num_layers", "vocab_size", "train
 
 
 def build_for(name: str, geometry: dict[str, Any], **options: Any) -> Encoding:
-    """``build`` for a model: of ``geometry`` (see ``GEOMETRY``) it takes what the configuration has and options omit."""
+    """``build`` for a model: takes from ``geometry`` what the configuration has and ``options`` leave out."""
     entry = find(name)
     known = {f.name for f in fields(entry.cls.Config)}
     taken = {k: v for k, v in geometry.items() if k in known and k not in options and k not in dict(entry.preset)}

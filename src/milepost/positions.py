@@ -33,6 +33,7 @@ class Positions:
         slot_distance: wherever a pair is allowed, its distance in positions equals its distance in slots, so that a
             bias may be read from one line per head.
         document_lengths: lengths of the packed documents, where the host knows them.
+        query_segment: ``(B|1, Q)`` segment ids of the queries (BERT's token types), for encodings that embed them.
     """
 
     query: Tensor
@@ -46,6 +47,7 @@ class Positions:
     trained_length: int | None = None
     slot_distance: bool = False
     document_lengths: tuple[int, ...] | None = None
+    query_segment: Tensor | None = None
 
     # ---- constructors -----------------------------------------------------------------------------------------------
 
@@ -347,6 +349,7 @@ class Positions:
             query=self.query[:, start:stop],
             query_start=self.query_start + start,
             query_document=None if self.query_document is None else self.query_document[:, start:stop],
+            query_segment=None if self.query_segment is None else self.query_segment[:, start:stop],
         )
 
     def mapped(self, query: Tensor, key: Tensor, *, length: Tensor | None = None) -> Positions:
@@ -357,4 +360,4 @@ class Positions:
 
     def of_keys(self) -> Positions:
         """Positions in which the keys are the queries too (all slots): for transforms that act on the keys."""
-        return replace(self, query=self.key, query_start=0, query_document=self.key_document)
+        return replace(self, query=self.key, query_start=0, query_document=self.key_document, query_segment=None)

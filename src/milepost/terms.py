@@ -84,8 +84,8 @@ class DenseBias:
 Bias: TypeAlias = DistanceBias | PairBias | DenseBias
 """A number added to the scaled logits: three kinds, no more, each bound to the positions it was made from.
 
-``dense()`` ``(B|1, H, Q, K)`` is its meaning (entries of pairs that are not allowed have none); ``rows(start, stop)`` is
-the bias of those queries alone.
+``dense()`` ``(B|1, H, Q, K)`` is its meaning (entries of pairs that are not allowed have none); ``rows(start, stop)``
+is the bias of those queries alone.
 """
 
 

@@ -192,6 +192,15 @@ def test_explain_says_why() -> None:
         attend(q, k, v, positions, terms, backend="sdpa")
 
 
+@pytest.mark.parametrize("where", ["packed", "left", "right"])
+def test_padding_and_documents_never_build_a_dense_mask(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = POSITIONS[where]()
+    q, k, v = tensors(positions, dtype=torch.float32)
+    monkeypatch.setattr(Positions, "allowed", lambda *_, **__: pytest.fail("a mask of Q x K was built"))
+    for terms in (Terms(), build("alibi", num_heads=4)(positions), build("rope", head_dim=16)(positions)):
+        assert attend(q, k, v, positions, terms).isfinite().all()
+
+
 def test_autocast_changes_nothing_inside() -> None:
     positions = Positions.full(40)
     q, k, v = tensors(positions, dtype=torch.float32)

@@ -36,6 +36,10 @@ def refuses(
         return "soft-capped logits"
     if isinstance(terms.bias, DistanceBias) and terms.bias.table.requires_grad and torch.is_grad_enabled():
         return "a learned distance table: autograd through the strided view costs one graph and one L x L per length"
+    by_intervals = positions.slot_distance and isinstance(positions.query_start, int) and dropout == 0
+    by_distance = terms.bias is None or isinstance(terms.bias, DistanceBias)
+    if by_intervals and by_distance and not positions.plain() and positions.num_queries != 1:
+        return "padding or packed documents would need a dense mask; a backend that reads intervals serves them"
     return None
 
 

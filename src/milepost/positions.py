@@ -269,6 +269,22 @@ class Positions:
             )
         return self.query[:, :, None] - self.key[:, None, :]
 
+    def token_distance(self, *, chunk: int | None = None) -> Tensor:
+        """``(1|B, Q, K)`` int64: distance in tokens, whatever a map made of the positions; in chunks where one is given.
+
+        The distance of slots, less the padding between them where a mask has holes.
+        """
+        query, key = self.query_slots()[None], self.key_slots()[None]
+        if self.key_present is not None and not self.slot_distance:
+            key = self.key_present.long().cumsum(-1) - 1
+            query = key[:, query[0]]
+        if chunk is not None:
+            begin = self._row_start()
+            if self.key_present is not None and not self.slot_distance:
+                begin = key.gather(1, begin.flatten(1).expand(key.shape[0], -1))[..., None]
+            return (query[..., None] - begin) // chunk - (key[:, None, :] - begin) // chunk
+        return query[..., None] - key[:, None, :]
+
     def distance_range(self) -> tuple[int, int]:
         """Half-open range ``(first, stop)`` that holds the slot distance of every allowed pair."""
         if self.causal:

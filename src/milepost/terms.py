@@ -137,12 +137,19 @@ class Branch:
         near: smallest distance this branch rules (None: no lower bound).
         far: first distance it no longer rules (None: no upper bound). Distances are of slots, unmapped, and
             absolute where attention is bidirectional.
+        chunk: near and far then count chunks of this many slots from the row's (or document's) first token:
+            ``near=0, far=1`` is the query's own chunk.
     """
 
     query: Callable[[Tensor], Tensor] | None = None
     key: Callable[..., Tensor] | None = None
     near: int | None = None
     far: int | None = None
+    chunk: int | None = None
+
+    def pairs(self, positions: Positions) -> Tensor:
+        """``(B|1, Q, K)`` bool: which pairs this branch rules, allowed or not."""
+        return self.rules(positions.token_distance(chunk=self.chunk))
 
     def rules(self, distance: Tensor) -> Tensor:
         """Which of these slot distances this branch rules, as a bool tensor of the same shape."""

@@ -152,7 +152,8 @@ def _transform(
             q = branch.query(q)
         if branch.key is not None and not prepared:
             k = branch.key(k, at="keys")
-        kept = () if branch.near is None and branch.far is None else (Branch(near=branch.near, far=branch.far),)
+        whole = branch.near is None and branch.far is None
+        kept = () if whole else (replace(branch, query=None, key=None),)
         terms = replace(terms, branches=kept)
     return q, k, v, replace(terms, value=None, output=None), terms.output
 

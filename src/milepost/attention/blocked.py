@@ -40,6 +40,8 @@ def refuses(
         return "the slot of the first query is known on the device only"
     if not positions.slot_distance and not positions.plain():
         return "the keys a query sees are not one interval of slots (a mask with holes)"
+    if len({branch.chunk for branch in terms.branches}) > 1:
+        return "branches count distances in different units"
     if not _disjoint(terms.branches):
         return "branches rule overlapping distances"
     return None
@@ -126,12 +128,31 @@ def _ruled(branch: Branch, lo: Tensor, hi: Tensor, positions: Positions) -> list
     near, far = branch.near or 0, branch.far
     if near == 0 and far is None:
         return [(lo, hi)]
+    if branch.chunk is not None:
+        return _ruled_chunks(branch.chunk, near, far, lo, hi, positions)
     slots = positions.query_slots()[None]
     least, most = (lo, hi) if far is None else (torch.maximum(lo, slots - far + 1), torch.minimum(hi, slots + far))
     if near == 0:
         return [(least, most)]
     past = (least, torch.minimum(most, slots - near + 1))
     return [past] if positions.causal else [past, (torch.maximum(least, slots + near), most)]
+
+
+def _ruled_chunks(
+    size: int, near: int, far: int | None, lo: Tensor, hi: Tensor, positions: Positions
+) -> list[tuple[Tensor, Tensor]]:
+    """The same where distances count chunks; the chunk of a query begins where `intervals` says."""
+    own = positions.intervals(chunk=size)
+    assert own is not None
+    begin = own[0]
+    least = lo if far is None else torch.maximum(lo, begin - (far - 1) * size)
+    past = (least, torch.minimum(hi, begin - (near - 1) * size))
+    if positions.causal:
+        return [past]
+    most = hi if far is None else torch.minimum(hi, begin + far * size)
+    if near == 0:
+        return [(least, most)]
+    return [past, (torch.maximum(lo, begin + near * size), most)]
 
 
 def distance_attention(

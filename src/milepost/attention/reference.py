@@ -73,14 +73,12 @@ def _rows(
     softcap: float | None,
 ) -> Tensor:
     allowed = positions.allowed(window=terms.window, chunk=terms.chunk)[:, None]
-    slots = positions.query_slots()[:, None] - positions.key_slots()[None, :]
-
     _, q, k = pairs[0]
     logits = _per_group(q, k.mT) * scale
     if any(branch.near is not None or branch.far is not None for branch, _, _ in pairs):
-        ruled = pairs[0][0].rules(slots)
+        ruled = pairs[0][0].pairs(positions)[:, None]
         for branch, other_q, other_k in pairs[1:]:
-            mine = branch.rules(slots)
+            mine = branch.pairs(positions)[:, None]
             logits = torch.where(mine, _per_group(other_q, other_k.mT) * scale, logits)
             ruled = ruled | mine
         allowed = allowed & ruled

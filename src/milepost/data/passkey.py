@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ class PasskeyPrompt:
 class PasskeyTask:
     """What prompts are made of: [bos] intro, filler with the needle at a depth, question, answer.
 
+    key_digits, distinct_digits: how many digits a key has, and whether no digit comes twice.
     tokenizer: None for bytes. intro, question: text; needle, answer: text with "{key}".
     filler: pieces that are drawn at random and repeated without end, or one long token array (`filler_tokens`) of which
         a
@@ -65,24 +67,30 @@ class PasskeyTask:
     filler: tuple[str, ...] = ()
     filler_tokens: npt.NDArray[Any] | None = None
     key_digits: int = 5
+    distinct_digits: bool = False
 
     def __post_init__(self) -> None:
         if "{key}" not in self.needle or "{key}" not in self.answer:
             raise DataError(f"needle {self.needle!r} and answer {self.answer!r} must both contain {{key}}")
         if bool(self.filler) == (self.filler_tokens is not None):
             raise DataError("give either filler pieces or filler_tokens, not both and not neither")
-        if self.key_digits < 1:
-            raise DataError(f"key_digits={self.key_digits} must be at least 1")
+        if self.key_digits < 1 or (self.distinct_digits and self.key_digits > 10):
+            limit = "between 1 and 10 where digits are distinct" if self.distinct_digits else "at least 1"
+            raise DataError(f"key_digits={self.key_digits} must be {limit}")
 
     @classmethod
     def small(cls, *, key_digits: int = 5) -> PasskeyTask:
-        """A byte task for models of two or three layers: filler of six short words with "#12345 " in it, then "#"."""
+        """A byte task for models of two or three layers: filler of six short words with "#12345 " in it, then "#".
+
+        The digits of a key differ, so that each one says which comes next and a small model learns it in few steps.
+        """
         return cls(
             needle="#{key} ",
             question="#",
             answer="{key}",
             filler=("red ", "oak ", "sun ", "fog ", "hen ", "ice "),
             key_digits=key_digits,
+            distinct_digits=True,
         )
 
     @classmethod
@@ -123,7 +131,8 @@ class PasskeyTask:
     @property
     def chance(self) -> tuple[float, float]:
         """(token accuracy, exact accuracy) of a guesser who knows the answer's form and not its digits."""
-        return 0.1, 10.0**-self.key_digits
+        left = [10 - place if self.distinct_digits else 10 for place in range(self.key_digits)]
+        return sum(1.0 / n for n in left) / len(left), 1.0 / math.prod(left)
 
     @property
     def min_length(self) -> int:
@@ -144,7 +153,7 @@ class PasskeyTask:
         if not 0.0 <= depth <= 1.0:
             raise DataError(f"depth={depth} must lie between 0 (start) and 1 (end of the context)")
         generator = item_generator(seed, index, "passkey")
-        key = "".join(str(digit) for digit in generator.integers(0, 10, size=self.key_digits))
+        key = self._key(generator)
         head, needle, tail, answer = self._parts(key)
         room = length - len(head) - len(needle) - len(tail)
         if room < 0:
@@ -168,6 +177,11 @@ class PasskeyTask:
             self.prompt(length, depth=chosen[i % len(chosen)], seed=seed, index=i, min_fill=min_fill)
             for i in range(count)
         ]
+
+    def _key(self, generator: np.random.Generator) -> str:
+        if self.distinct_digits:
+            return "".join(map(str, generator.permutation(10)[: self.key_digits]))
+        return "".join(map(str, generator.integers(0, 10, size=self.key_digits)))
 
     def _parts(self, key: str) -> tuple[list[int], list[int], list[int], list[int]]:
         """(bos and intro, needle, question and answer, answer)."""

@@ -74,6 +74,10 @@ class PoSEPositions:
         first = int(generator.integers(1, (length + 1) // 2, endpoint=True))
         skip = int(generator.integers(0, self.maximum - length, endpoint=True))
         text_skip = int(generator.integers(0, self.text_skip, endpoint=True))
-        second = np.arange(length, dtype=np.int64) >= first
-        index = np.arange(length, dtype=np.int64)
-        return index + text_skip * second, index + skip * second
+        return pose_positions(length, first, text_skip), pose_positions(length, first, skip)
+
+
+def pose_positions(length: int, first: int, skip: int) -> Ints:
+    """0 .. first - 1, then first + skip .. length - 1 + skip: the positions of PoSE's two chunks."""
+    index = np.arange(length, dtype=np.int64)
+    return index + skip * (index >= first)

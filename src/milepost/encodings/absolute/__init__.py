@@ -1,0 +1,8 @@
+"""Absolute encodings: what is added to (or multiplied into) the input of the first layer."""
+
+from __future__ import annotations
+
+from milepost.encodings.absolute.learned import Learned
+from milepost.encodings.absolute.sinusoidal import Sinusoidal
+
+__all__ = ["Learned", "Sinusoidal"]

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.data import DataError, Regions, Windows, last_targets, load_corpus, nonoverlapping, select_regions, sliding
+from milepost.data import (
+    DataError,
+    Regions,
+    Windows,
+    last_targets,
+    load_corpus,
+    nonoverlapping,
+    select_regions,
+    sliding,
+)
 
 document_lengths = st.lists(st.integers(0, 400), min_size=1, max_size=12)
 
@@ -88,7 +97,11 @@ def test_last_targets_are_the_same_for_every_length(
         return
     shortest = data.draw(st.integers(1, size))
     targets = data.draw(st.integers(1, shortest))
-    expected = [(int(d), int(s) + size - i) for d, s in zip(regions.document, regions.start, strict=True) for i in range(targets)]
+    expected = [
+        (int(d), int(s) + size - i)
+        for d, s in zip(regions.document, regions.start, strict=True)
+        for i in range(targets)
+    ]
     for length in {shortest, size}:
         windows = last_targets(regions, length, targets)
         assert counted_targets(windows) == Counter(expected)
@@ -96,7 +109,9 @@ def test_last_targets_are_the_same_for_every_length(
 
 
 def test_gather_reads_the_tokens_it_says() -> None:
-    corpus = load_corpus({f"doc{i}": "".join(chr(97 + (i + j) % 26) for j in range(200)) for i in range(12)}, cache=False)
+    corpus = load_corpus(
+        {f"doc{i}": "".join(chr(97 + (i + j) % 26) for j in range(200)) for i in range(12)}, cache=False
+    )
     regions = corpus.test.regions(size=100, count=2, allow_fewer=True)
     windows = sliding(regions, 40, 25)
     inputs, targets, counted = windows.gather(corpus.test)
@@ -143,7 +158,11 @@ def test_regions_that_cannot_be_are_refused(arguments: dict[str, object], messag
 
 def test_windows_that_cannot_be_are_refused() -> None:
     regions = Regions(np.array([0]), np.array([0]), 10)
-    for call in (lambda: nonoverlapping(regions, 11), lambda: sliding(regions, 0, 1), lambda: last_targets(regions, 11, 1)):
+    for call in (
+        lambda: nonoverlapping(regions, 11),
+        lambda: sliding(regions, 0, 1),
+        lambda: last_targets(regions, 11, 1),
+    ):
         with pytest.raises(DataError, match="must lie between 1 and the regions' size 10"):
             call()
     for stride in (0, 6):

@@ -143,7 +143,9 @@ class Curriculum:
 def item_generator(seed: int, index: int, purpose: str = "windows") -> np.random.Generator:
     """A generator that depends on (seed, index, purpose) only; cheap to make, independent of all others."""
     tag = int.from_bytes(purpose.encode()[:8], "little")
-    return np.random.Generator(np.random.Philox(key=[seed % (1 << 64), tag], counter=[0, 0, index, 0]))
+    key = np.array([seed % (1 << 64), tag], dtype=np.uint64)
+    counter = np.array([0, 0, index, 0], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def window_starts(generator: np.random.Generator, stream_length: int, span: int, count: int) -> Ints:

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -257,7 +257,8 @@ def _fitting(method: Any, rotary_dim: int, base: float) -> FrequencyMethod:
         )
     if getattr(method, "base", base) != base:
         raise ValueError(
-            f"two bases: {base:g} here and {getattr(method, 'base', None):g} in the frequency method; give both the same"
+            f"two bases: {base:g} here and {getattr(method, 'base', None):g} in the frequency method; "
+            "give both the same"
         )
     return method
 
@@ -303,9 +304,9 @@ class RotaryConfig(EncodingConfig):
 
 
 class Rotary(Encoding):
-    """Base of the rotary encodings: frequencies, phases and where they are applied."""
+    """Base of the rotary encodings: frequencies, phases and where they are applied. By itself, plain RoPE."""
 
-    Config = RotaryConfig
+    Config: ClassVar[type[EncodingConfig]] = RotaryConfig
     config: Any
 
     def setup(self) -> None:
@@ -361,9 +362,13 @@ class Rotary(Encoding):
             same=same,
         )
 
+    def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
+        rotation = self.rotation(positions)
+        return Terms(branches=(rotation.branch(),), rotated_keys_cacheable=not self.method.length_dependent)
+
 
 def linear_phases(inv_freq: Tensor) -> Phases:
-    """``position * inv_freq`` in float64, for one position axis; inv_freq ``(P,)`` or one row a sequence, ``(B, P)``."""
+    """``position * inv_freq`` in float64, for one position axis; inv_freq ``(P,)``, or ``(B, P)`` by rows."""
     rows = inv_freq[:, None] if inv_freq.dim() == 2 else inv_freq
 
     def phases(at: Tensor) -> Tensor:
@@ -467,7 +472,7 @@ class PRoPEConfig(RotaryConfig):
     source="Barbero et al. 2024 (arXiv 2410.06205)",
     summary="RoPE whose slowest pairs do not rotate, so that they carry content alone.",
 )
-class PRoPE(RoPE):
+class PRoPE(Rotary):
     """p-RoPE: ``theta_p = base^(-2p/head_dim)`` for the fastest share of the pairs, 0 for the others.
 
     Unlike partial rotary (``rope:partial=...``) the exponents run over the whole head, so the kept pairs turn exactly
@@ -478,14 +483,11 @@ class PRoPE(RoPE):
     """
 
     Config = PRoPEConfig
-    config: PRoPEConfig  # type: ignore[assignment]  # no log_n here
+    config: PRoPEConfig
 
     def make_method(self) -> FrequencyMethod:
         c = self.config
         return Proportional(rotary_dim=c.head_dim, base=c.base, proportion=c.proportion)
-
-    def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
-        return Terms(branches=(self.rotation(positions).branch(),))
 
 
 # ---- layouts and caches ---------------------------------------------------------------------------------------------
@@ -518,7 +520,7 @@ def rotate_cache(encoding: Rotary, keys: Tensor, delta: int | Tensor) -> Tensor:
     Shapes: keys ``(B, Hkv, n, D)``; delta a number, or ``(B|1, n)``.
     Raises ValueError where rotated keys may not be cached at all (frequencies that change with the length).
     """
-    if type(encoding).terms not in (RoPE.terms, PRoPE.terms) or encoding.method.length_dependent:
+    if type(encoding).terms not in (Rotary.terms, RoPE.terms) or encoding.method.length_dependent:
         raise ValueError(
             f"{encoding.name} keeps no rotated keys that a rotation could move: cache raw keys and positions instead"
         )

@@ -53,7 +53,7 @@ def scaled_config(method: type[Any], name: str, **defaults: Any) -> type[RotaryC
     return made
 
 
-class Scaled(RoPE):
+class Scaled(Rotary):
     """RoPE at the frequencies of one published method. Shapes, caches and factors as :class:`RoPE`.
 
     Options are RoPE's and the method's. Raises ValueError for what the method refuses, and where it needs the trained
@@ -76,10 +76,6 @@ class Scaled(RoPE):
     def _no_second_scaling(self) -> None:
         if self.config.scaling is not None:
             raise ValueError(f"{self.name} is a scaling itself: use rope with scaling={self.config.scaling!r} instead")
-
-    def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
-        rotation = self.rotation(positions)
-        return Terms(branches=(rotation.branch(),), rotated_keys_cacheable=not self.method.length_dependent)
 
 
 @register(
@@ -154,7 +150,7 @@ AdjustedBaseConfig = AdjustedBase.Config
 class NTKByParts(Scaled):
     """NTK-by-parts: pairs with many turns in training are kept, pairs with few divided by the factor.
 
-    ``ramp="rotations"`` (default) is the paper's, linear in turns; ``"index"`` every engine's, linear in the pair index.
+    ``ramp="rotations"`` (default) is the paper's, linear in turns; ``"index"`` every engine's, linear in pair index.
     Source: Peng et al. 2023 (arXiv 2309.00071), equations 17-20; where the two ramps differ, the paper's is followed.
     """
 
@@ -475,7 +471,7 @@ class ResonanceConfig(RoPEConfig):
     **FIXED,
 )
 class ResonanceRoPE(RoPE):
-    """Resonance RoPE: ``theta = 2 pi / round(2 pi / theta')``, after any scaling; phases of ``position mod wavelength``.
+    """Resonance RoPE: ``theta = 2 pi / round(2 pi / theta')``, after any scaling; phases of position mod wavelength.
 
     Positions one wavelength apart have equal bits, so positions beyond training show no new feature in fast pairs.
     Source: Wang et al. 2024 (arXiv 2403.00071); sheryc/resonance_rope. The model is trained with it.

@@ -26,7 +26,7 @@ from milepost.encodings.frequencies import (
     Yarn,
     dynamic_ntk,
 )
-from milepost.encodings.rotary import Phases, RoPE, RoPEConfig, RotaryConfig, frequency_method
+from milepost.encodings.rotary import Phases, RoPE, RoPEConfig, Rotary, RotaryConfig, frequency_method
 from milepost.positions import Positions
 from milepost.terms import Terms
 

@@ -350,6 +350,8 @@ class Positions:
         """``(B|1, Q|1, 1)``: the slot of the first token of each query's row or document."""
         if self.key_document is not None and self.query_document is not None:
             return torch.searchsorted(self.key_document.contiguous(), self.query_document.contiguous())[..., None]
+        if self.slot_distance and self.query.dim() == 2:  # right too where a cache has dropped its oldest keys
+            return (self.query_slots()[None] - self.query)[..., None]
         if self.key_present is not None:
             return self.key_present.int().argmax(-1)[:, None, None]
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=self.device)

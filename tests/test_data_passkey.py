@@ -203,3 +203,24 @@ def test_training_prompts(word_tokenizer: PreTrainedTokenizerFast) -> None:
 def test_tasks_that_cannot_be_are_refused(call: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         call()
+
+
+def test_the_answer_is_tokenised_as_the_continuation_of_the_question() -> None:
+    """A Llama-like tokenizer puts a space mark before every text; the answer must not get one of its own."""
+    vocabulary = {mark: i for i, mark in enumerate(["<unk>", "</s>", "▁", *"0123456789abcdefghijklmnopqrstuvwxyz?"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    task = PasskeyTask(tokenizer=tokenizer, needle="key {key}", question="key?", answer=" {key}", filler=("red", "oak"))
+    prompt = task.prompt(60, depth=0.5, seed=0)
+    assert len(prompt) == 60
+    assert tokenizer.convert_ids_to_tokens(prompt.answer.tolist()) == ["▁", *prompt.key]
+    ending = tokenizer.convert_ids_to_tokens(prompt.input_ids.tolist())[-11:]
+    assert ending == ["▁", "k", "e", "y", "?", "▁", *prompt.key]
+
+
+def test_training_and_test_prompts_differ_under_one_seed() -> None:
+    keys = [small.prompt(64, depth=0.5, seed=0, index=i) for i in range(50)]
+    dataset = PasskeyDataset(small, items=50, max_length=64, min_length=64, seed=0)
+    same = sum(torch.equal(dataset[i]["input_ids"][-5:], torch.from_numpy(keys[i].answer)) for i in range(50))
+    assert same <= 1

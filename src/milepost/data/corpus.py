@@ -210,8 +210,7 @@ def load_corpus(
         Face name ("owner/name", or "hf:name[:subset]" for any), or a mapping of document names to texts.
     tokenizer: a Hugging Face tokenizer, its name or path; None for bytes.
     cache_dir: where the tokenised copy lives (default: the user's cache folder); `cache=False` keeps it in memory only.
-    text_field, name_field: columns of JSONL, parquet and Hugging Face rows; rows are named by number without
-        name_field.
+    text_field, name_field: columns of JSONL, parquet and Hugging Face rows; without name_field rows are numbered.
     max_documents: read no more than the first so many documents.
     separator_id: the id after each document; default the tokenizer's eos, else sep, else bos.
 

@@ -162,7 +162,7 @@ class PasskeyDataset(Dataset[dict[str, Tensor]]):
             raise IndexError(f"item {index} of {self.items}")
         generator = item_generator(self.seed, index, "pk-shape")
         length = int(generator.integers(self.min_length, self.max_length, endpoint=True))
-        prompt = self.task.prompt(length, depth=float(generator.random()), seed=self.seed, index=index)
+        prompt = self.task.prompt(length, depth=float(generator.random()), seed=self.seed, index=index, draw="pk-train")
         input_ids = torch.full((self.max_length,), self.pad_id, dtype=torch.int64)
         labels = torch.full((self.max_length,), IGNORED, dtype=torch.int64)
         input_ids[: len(prompt)] = torch.from_numpy(prompt.input_ids)

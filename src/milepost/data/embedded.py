@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import os
 import platform
 import sysconfig
 import tokenize
@@ -23,8 +24,8 @@ _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "di
 class ProseSource:
     """The State of the Union addresses, 1790-2021: 233 documents, 10.8 MB, public domain.
 
-    A document's name is "<year> <president>". The shipped text is compressed with xz; its sha256 is checked on every
-    load.
+    A document's name is "<year> <president>". The shipped text is compressed with xz; its sha256 is checked
+    whenever it is read.
     """
 
     name = "prose"
@@ -70,7 +71,7 @@ class CodeSource:
     """The sources of the running interpreter's standard library, without tests, installed packages and build settings.
 
     A document's name is its path below the library's folder. It differs by Python version, so its fingerprint (sha256
-    over names and contents) belongs into every report.
+    over names and contents) belongs into every report. A file that is not in the encoding it states is left out.
     """
 
     name = "code"
@@ -104,12 +105,17 @@ class CodeSource:
             )
         for path in paths:
             data = path.read_bytes()
-            encoding, _ = tokenize.detect_encoding(BytesIO(data).readline)
-            yield RawDocument(path.relative_to(self._root).as_posix(), data.decode(encoding.removesuffix("-sig")))
+            try:
+                encoding, _ = tokenize.detect_encoding(BytesIO(data).readline)
+                text = data.decode(encoding.removesuffix("-sig"))
+            except (SyntaxError, UnicodeDecodeError):
+                continue
+            yield RawDocument(path.relative_to(self._root).as_posix(), text)
 
     def _files(self) -> Iterator[Path]:
-        for path in self._root.rglob("*.py"):
-            folders = path.relative_to(self._root).parts[:-1]
-            machine = path.name.startswith("_sysconfigdata") or any(part.startswith("config-") for part in folders)
-            if not machine and not _SKIPPED_FOLDERS.intersection(folders):
-                yield path
+        for folder, subfolders, files in os.walk(self._root):
+            kept = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
+            subfolders[:] = kept
+            for name in files:
+                if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                    yield Path(folder, name)

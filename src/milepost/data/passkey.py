@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ class PasskeyPrompt:
     """One prompt with its answer.
 
     input_ids: (n,) int64, prompt and answer; the answer is input_ids[prompt_length:].
-    needle: (begin, end) of the needle in input_ids; depth: begin / tokens of context (all but needle, question,
-        answer).
+    needle: (begin, end) of the needle in input_ids.
+    depth: begin divided by the tokens of context, which is all but needle, question and answer.
     key: the digits. `len(prompt)` is the real length, the one to report.
     """
 
@@ -50,13 +51,14 @@ class PasskeyTask:
 
     key_digits, distinct_digits: how many digits a key has, and whether no digit comes twice.
     tokenizer: None for bytes. intro, question: text; needle, answer: text with "{key}".
-    filler: pieces that are drawn at random and repeated without end, or one long token array (`filler_tokens`) of which
-        a
-    random stretch is taken and which can run out. Each text is encoded alone, with nothing added, and ids are joined.
+    filler: pieces that are drawn at random and repeated without end.
+    filler_tokens: instead of pieces, one long token array of which a random stretch is taken, and which can run out.
 
-    Two ready tasks: `PasskeyTask.small()` for training a small byte model in seconds,
-        `PasskeyTask.sentences(tokenizer)` in
-    plain English for pretrained models.
+    Intro, needle, filler pieces, and question with answer are encoded apart, with nothing added, and their ids joined.
+    The answer is what question and answer together have beyond the ids of the question alone.
+
+    Ready tasks: `small()` for byte models trained in seconds, `sentences(tokenizer)` in plain English for pretrained
+    ones, `corpus_filler(tokens, tokenizer)` with real text around the needle.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -114,9 +116,9 @@ class PasskeyTask:
 
     @classmethod
     def corpus_filler(
-        cls, stream: npt.NDArray[Any], tokenizer: PreTrainedTokenizerBase | None = None, *, key_digits: int = 5
+        cls, tokens: npt.NDArray[Any], tokenizer: PreTrainedTokenizerBase | None = None, *, key_digits: int = 5
     ) -> PasskeyTask:
-        """The needle in a random stretch of a corpus (`corpus.test.stream`), which can run out."""
+        """The needle in a random stretch of real text (`corpus.test[0].tokens`), which can run out."""
         sentences = cls.sentences(tokenizer, key_digits=key_digits)
         return cls(
             tokenizer=tokenizer,
@@ -124,7 +126,7 @@ class PasskeyTask:
             needle=sentences.needle,
             question=sentences.question,
             answer=sentences.answer,
-            filler_tokens=stream,
+            filler_tokens=tokens,
             key_digits=key_digits,
         )
 
@@ -141,7 +143,9 @@ class PasskeyTask:
         keys += [("0123456789" * self.key_digits)[start : start + self.key_digits] for start in range(6)]
         return max(len(head) + len(needle) + len(tail) for head, needle, tail, _ in map(self._parts, keys))
 
-    def prompt(self, length: int, *, depth: float, seed: int, index: int = 0, min_fill: float = 0.97) -> PasskeyPrompt:
+    def prompt(
+        self, length: int, *, depth: float, seed: int, index: int = 0, min_fill: float = 0.97, draw: str = "pk-test"
+    ) -> PasskeyPrompt:
         """A prompt of `length` tokens, answer included, the needle at `depth` (0: start of the context, 1: end).
 
         A pure function of (seed, index) and the arguments. The needle begins at round(depth * context), but never
@@ -152,7 +156,7 @@ class PasskeyTask:
         """
         if not 0.0 <= depth <= 1.0:
             raise DataError(f"depth={depth} must lie between 0 (start) and 1 (end of the context)")
-        generator = item_generator(seed, index, "passkey")
+        generator = item_generator(seed, index, draw)
         key = self._key(generator)
         head, needle, tail, answer = self._parts(key)
         room = length - len(head) - len(needle) - len(tail)
@@ -185,11 +189,13 @@ class PasskeyTask:
 
     def _parts(self, key: str) -> tuple[list[int], list[int], list[int], list[int]]:
         """(bos and intro, needle, question and answer, answer)."""
-        texts = [self.intro, self.needle.replace("{key}", key), self.question, self.answer.replace("{key}", key)]
-        intro, needle, question, answer = encode_plain(self.tokenizer, texts)
+        texts = [self.intro, self.needle, self.question, self.question + self.answer]
+        intro, needle, question, tail = encode_plain(self.tokenizer, [text.replace("{key}", key) for text in texts])
+        pairs = zip(question, tail, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         bos = None if self.tokenizer is None else self.tokenizer.bos_token_id
         head = intro if bos is None else [int(bos), *intro]
-        return head, needle, question + answer, answer
+        return head, needle, tail, tail[shared:]
 
     def _filler(self, generator: np.random.Generator, count: int) -> list[int]:
         if self.filler_tokens is not None:

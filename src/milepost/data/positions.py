@@ -53,13 +53,12 @@ class RandomizedPositions:
 class PoSEPositions:
     """PoSE: two chunks, the second moved ahead at random: distances up to `maximum` are trained at short length.
 
-    The first chunk has r ~ U{1 .. (n + 1) // 2} tokens at positions 0 .. r - 1; the second has positions r + u .. n - 1
-    + u, u ~ U{0 .. maximum - n}. Its text starts up to `text_skip` tokens further on (0: the text stays contiguous).
+    The first chunk has r ~ U{1 .. (n + 1) // 2} tokens at positions 0 .. r - 1; the second continues at r + u with
+    u ~ U{0 .. maximum - n}. Its text starts up to `text_skip` tokens further on (0: the text stays contiguous).
 
     Raises `DataError` when the window is longer than `maximum`.
-    Source: Zhu et al. 2023, arXiv 2309.10400, and its train_pose.py, which takes the second chunk's text from a random
-        place
-    further on in the document (text_skip = 4 * length there).
+    Source: Zhu et al. 2023, arXiv 2309.10400, and its train_pose.py, which takes the second chunk's text from
+        further on in the document, by up to 4 * length.
     """
 
     maximum: int

@@ -1,8 +1,8 @@
 """Which tokens an evaluation reads, and which targets it counts.
 
 A *region* is a stretch of one held-out document with `size` targets: tokens start .. start + size, where the first
-token is context only. A *window* of length n reads the inputs t[start : start + n] and predicts the targets t[start + 1
-: start + n + 1]. All functions here return index arrays and touch no text, so that what is counted can be checked
+token is context only. A *window* of length n reads n tokens from `start` on and predicts the n that begin one later.
+All functions here return index arrays and touch no text, so that what is counted can be checked
 without a model.
 """
 

@@ -178,10 +178,11 @@ class Clex(nn.Module):
 class ClexTable(Ladder):
     """A trained `Clex` at whole stretches 1..n: ``table[t-1]`` is inv_freq at ``t = ceil(l / L)``, held in [1, n].
 
+    Its name starts with "dynamic" because transformers recomputes frequencies of such rope types only.
     Raises ValueError unless the table has rotary_dim / 2 columns.
     """
 
-    name: ClassVar[str] = "clex_table"
+    name: ClassVar[str] = "dynamic_clex"
     title: ClassVar[str] = "CLEX, solved"
     source: ClassVar[str] = "arXiv 2310.16450"
 

@@ -77,6 +77,14 @@ SHARED_KEYS = frozenset(
 )
 """Keys that may stand beside any rope type."""
 
+MODEL_KEYS: dict[str, frozenset[str]] = {
+    "ministral3": frozenset({"llama_4_scaling_beta", "max_position_embeddings"}),
+    "mistral4": frozenset({"llama_4_scaling_beta", "max_position_embeddings"}),
+    "qwen3_omni_moe_text": frozenset({"interleaved"}),
+    "qwen3_omni_moe_talker_text": frozenset({"interleaved"}),
+}
+"""Keys that a model family reads from its rope block for purposes of its own."""
+
 THETA_KEYS = ("rope_theta", "rotary_emb_base")
 PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
@@ -111,6 +119,7 @@ class RopeFields(NamedTuple):
     max_length: Any
     original_length: Any
     softmax_in_model: bool
+    foreign_keys: frozenset[str]
 
 
 class _Source:
@@ -172,7 +181,7 @@ def rope_fields(config: Any, layer_type: str | None = None) -> RopeFields:
         raise ValueError(f"rope_type is {new!r} and type is {old!r}: keep rope_type only")
     rope_type = new if new is not None else old
     if rope_type is None:
-        extra = sorted(set(parameters) - SHARED_KEYS)
+        extra = sorted(set(map(str, parameters)) - SHARED_KEYS)
         if extra:
             raise ValueError(f"rope_type is missing beside {', '.join(extra)}: nothing would be scaled; add rope_type")
         rope_type = "default"
@@ -206,6 +215,8 @@ def rope_fields(config: Any, layer_type: str | None = None) -> RopeFields:
         max_length=source.get("max_position_embeddings", "n_positions"),
         original_length=inner if inner is not None else outer,
         softmax_in_model=source.get("qk_rope_head_dim") is not None,
+        foreign_keys=MODEL_KEYS.get(str(source.get("model_type")), frozenset())
+        | frozenset(() if isinstance(config, Mapping) else source.get("ignore_keys_at_rope_validation") or ()),
     )
 
 
@@ -291,7 +302,7 @@ def from_config(
     if rotary_dim is None:
         problems.append("head_dim missing: give head_dim, or hidden_size and num_attention_heads")
     name = ALIASES.get(fields.rope_type, fields.rope_type)
-    given = dict(fields.parameters)
+    given = {key: value for key, value in fields.parameters.items() if key not in fields.foreign_keys - SHARED_KEYS}
     if fields.original_length is not None and name != "default":
         given["original_max_position_embeddings"] = fields.original_length
     if name in ROPE_KEYS:
@@ -406,7 +417,7 @@ def _own_method(
     unknown += [f"{key} is missing (rope_type {name!r} needs it)" for key in missing]
     if unknown:
         raise ValueError("; ".join(unknown))
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    options = {key: _frozen(value) for key, value in options.items()}
     if cls in (Resonance, LogN):
         block = {"rope_type": "default", "rope_theta": base, **(inner or {})}
         head = fields.head_dim
@@ -419,6 +430,10 @@ def _own_method(
         raise ValueError(f"rope_type {name!r}: {cls.__name__} has no factor to grow")
     own = getattr(made, "trained_length", None)
     return Dynamic(method=made, trained_length=own or fields.max_length)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 class UsableLength(NamedTuple):

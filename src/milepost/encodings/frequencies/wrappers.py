@@ -120,6 +120,11 @@ class Resonance:
         return self.method.rotary_dim
 
     @property
+    def base(self) -> float | None:
+        """The inner method's base, where it has one."""
+        return getattr(self.method, "base", None)
+
+    @property
     def length_dependent(self) -> bool:
         return self.method.length_dependent
 

@@ -1,0 +1,1 @@
+"""Stretching pretrained models: rope types, exports, and a doctor for configurations."""

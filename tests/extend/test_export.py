@@ -1,0 +1,276 @@
+"""Exports: every method in every engine's words, read back; what cannot be said is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from milepost.encodings.frequencies import (
+    ABF,
+    NTK,
+    ByParts,
+    Clex,
+    Default,
+    Dynamic,
+    FrequencyMethod,
+    HoPECut,
+    Linear,
+    Llama3,
+    LogN,
+    LongRope,
+    PartNTK,
+    Power,
+    Proportional,
+    Resonance,
+    Truncated,
+    Yarn,
+    dynamic_ntk,
+    from_config,
+)
+from milepost.extend.engines import (
+    EngineError,
+    LlamaCppRope,
+    executed_transformers,
+    llama_cpp_frequencies,
+    transformers_frequencies,
+    vllm_frequencies,
+    vllm_max_model_len,
+)
+from milepost.extend.export import ExportRefused, difference, export, llama_cpp_rope, read_back
+
+C: dict[str, Any] = {"rotary_dim": 128, "base": 10000.0}
+S: dict[str, Any] = {**C, "trained_length": 4096, "factor": 8.0}
+LISTS = {"short_factor": (1.0,) * 64, "long_factor": tuple(1 + p / 8 for p in range(64))}
+
+METHODS: dict[str, tuple[FrequencyMethod, tuple[str, str, str]]] = {
+    "default": (Default(**C), ("default", "default", "none")),
+    "linear": (Linear(**C, factor=4.0), ("linear", "linear", "linear")),
+    "ntk": (NTK(**C, factor=4.0), ("default", "default", "none")),
+    "ntk_mixed": (NTK(**C, factor=4.0, mixed_b=0.75), ("longrope", "ntk", "rope_freqs")),
+    "abf": (ABF(**C, new_base=5e5), ("default", "default", "none")),
+    "by_parts": (ByParts(**S), ("llama3", "llama3", "rope_freqs")),
+    "by_parts_index": (ByParts(**S, ramp="index"), ("yarn", "yarn", "yarn")),
+    "part_ntk": (PartNTK(**S), ("longrope", "longrope", "rope_freqs")),
+    "yarn": (Yarn(**S), ("yarn", "yarn", "yarn")),
+    "yarn_exact_ends": (Yarn(**S, truncate=False), ("yarn", "yarn", "rope_freqs")),
+    "yarn_rotations": (Yarn(**S, ramp="rotations"), ("longrope", "longrope", "rope_freqs")),
+    "yarn_explicit": (Yarn(**S, attention_factor=1.0), ("yarn", "yarn", "yarn")),
+    "yarn_deepseek": (Yarn(**S, mscale=1.0, mscale_all_dim=1.0), ("yarn", "yarn", "yarn")),
+    "llama3": (Llama3(**S), ("llama3", "llama3", "rope_freqs")),
+    "longrope": (LongRope(**C, trained_length=4096, max_length=131072, **LISTS), ("longrope", "longrope", "longrope")),
+    "longrope_long": (
+        LongRope(**C, trained_length=4096, factor=4.0, growth="long", **LISTS),
+        ("longrope", "longrope", "rope_freqs"),
+    ),
+    "power": (Power(**C, exponent=0.1), ("longrope", "longrope", "rope_freqs")),
+    "resonance": (Resonance(method=Yarn(**S)), ("longrope", "longrope", "rope_freqs")),
+    "p_rope": (Proportional(**C, proportion=0.75), ("proportional", "refused", "refused")),
+    "hope": (HoPECut(**C, trained_length=4096), ("proportional", "refused", "refused")),
+    "truncated": (Truncated(**C, trained_length=2048), ("refused", "refused", "refused")),
+    "dynamic_ntk": (dynamic_ntk(**C, trained_length=4096, factor=2.0), ("dynamic", "refused", "refused")),
+    "dynamic_paper": (dynamic_ntk(**C, trained_length=4096, form="paper"), ("dynamic", "refused", "refused")),
+    "dynamic_yarn": (Dynamic(method=Yarn(**C, trained_length=4096)), ("refused", "refused", "refused")),
+    "log_n": (LogN(method=Default(**C), trained_length=4096), ("refused", "refused", "refused")),
+    "clex": (Clex(**C, trained_length=4096, max_factor=2, time_dt=1.0).frozen(), ("refused", "refused", "refused")),
+}
+ENGINES = ("transformers", "vllm", "llama.cpp")
+
+
+def trained(method: FrequencyMethod) -> int:
+    return getattr(method, "trained_length", None) or 4096
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_method_is_written_exactly_or_refused_with_its_reason(name: str, engine: Any) -> None:
+    method, expected = METHODS[name]
+    wanted = expected[ENGINES.index(engine)]
+    if wanted == "refused":
+        with pytest.raises(ExportRefused, match="do not rotate|length|grow|fixed"):
+            export(method, engine, trained_length=trained(method))
+        return
+    made = export(method, engine, trained_length=trained(method))
+    assert made.error <= 1e-6
+    if engine == "llama.cpp":
+        kind = made.gguf_keys.get("rope.scaling.type", "none")
+        assert wanted == ("rope_freqs" if "rope_freqs.weight" in made.gguf_tensors else kind)
+        assert bool(made.flags) != bool(made.gguf_tensors or "rope.scaling.attn_factor" in made.gguf_keys)
+    else:
+        assert made.rope_parameters["rope_type"] == wanted
+    for length in (100, trained(method), 5 * trained(method)):  # once more, here, at other lengths
+        found = read_back(made, head_dim=128, length=length)
+        assert difference(found, method.frequencies(length), softmax_folded=True) <= 1e-6
+    assert made.text() and json.loads(json.dumps(made.to_dict()))["engine"] == engine
+
+
+@pytest.mark.parametrize("name", [n for n, (_, e) in METHODS.items() if e[0] != "refused"])
+def test_our_reader_reads_what_was_written_for_transformers(name: str) -> None:
+    method = METHODS[name][0]
+    made = export(method, "transformers", trained_length=trained(method))
+    v5 = {"head_dim": 128, "rope_parameters": made.rope_parameters}
+    v4 = {"head_dim": 128, "rope_theta": made.rope_theta, "rope_scaling": made.rope_scaling}
+    for form in (v5, v4):
+        read = from_config({**form, "max_position_embeddings": made.max_position_embeddings})
+        for length in (100, 3 * trained(method)):
+            assert difference(read.frequencies(length), method.frequencies(length), softmax_folded=True) <= 1e-9
+
+
+@pytest.mark.parametrize("length", [None, 100, 4096, 4097, 20000])
+@pytest.mark.parametrize("name", [n for n, (_, e) in METHODS.items() if e[0] != "refused"])
+def test_our_writing_of_transformers_is_what_transformers_does(name: str, length: int | None) -> None:
+    method = METHODS[name][0]
+    made = export(method, "transformers", trained_length=trained(method))
+    sizes = {"head_dim": 128, "max_position_embeddings": made.max_position_embeddings or 0, "length": length}
+    ours = transformers_frequencies(made.rope_parameters, **sizes)
+    assert difference(executed_transformers(made.rope_parameters, **sizes), ours) <= 1e-6
+
+
+def test_silent_rules_of_transformers_are_in_our_writing_too() -> None:
+    sizes = {"head_dim": 128, "max_position_embeddings": 131072}
+    block = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}  # no original length: the stretched one is taken
+    ours = transformers_frequencies(block, **sizes)
+    assert difference(executed_transformers(block, **sizes), ours) <= 1e-6
+    plain = Default(rotary_dim=128, base=1e6).frequencies().inv_freq
+    assert float(plain[32] / ours.inv_freq[32]) == pytest.approx(1.0968, abs=1e-4)
+    alone = {**block, "original_max_position_embeddings": 32768, "mscale": 0.5}
+    assert transformers_frequencies(alone, **sizes).attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    nested = {**block, "original_max_position_embeddings": 32768, "truncate": False}
+    flat, deep = (transformers_frequencies(nested, **sizes, nested=n) for n in (False, True))
+    assert difference(flat, deep) > 1e-3
+
+
+def test_a_changed_number_does_not_read_back() -> None:
+    method = Yarn(**S)
+    made = export(method, "transformers")
+    for key, value in (("factor", 7.9), ("beta_fast", 16.0), ("attention_factor", 1.2), ("rope_theta", 10001.0)):
+        broken = type(made)(**{**made.__dict__, "rope_parameters": {**made.rope_parameters, key: value}})
+        assert difference(read_back(broken, head_dim=128, length=4096), method.frequencies()) > 1e-6, key
+
+
+def test_partial_rotary_keeps_its_share() -> None:
+    method = Yarn(**{**S, "rotary_dim": 32})
+    made = export(method, "transformers", head_dim=128)
+    assert made.rope_parameters["partial_rotary_factor"] == 0.25
+    assert any("ignore partial_rotary_factor" in note for note in made.notes)
+    assert export(method, "llama.cpp", head_dim=128).gguf_keys["rope.dimension_count"] == 32
+
+
+def test_a_softmax_factor_is_folded_where_that_is_exact_and_refused_elsewhere() -> None:
+    method = Yarn(**{**S, "factor": 40.0}, mscale=1.0, mscale_all_dim=1.0)
+    made = export(method, "transformers")
+    assert made.rope_parameters["attention_factor"] == pytest.approx(math.sqrt(1.8738542070926265))
+    with pytest.raises(ExportRefused, match="partly rotated"):
+        export(method, "transformers", head_dim=256)
+
+
+def test_vllm_gets_the_keys_its_classes_read() -> None:
+    long = json.loads(export(METHODS["longrope"][0], "vllm").overrides or "")
+    assert long["max_position_embeddings"] == 131072
+    assert (
+        long["rope_parameters"]["short_mscale"] == long["rope_parameters"]["long_mscale"] == pytest.approx(1.19023807)
+    )
+    plain = json.loads(export(Yarn(**S), "vllm").overrides or "")["rope_parameters"]
+    assert "attention_factor" not in plain and "attn_factor" not in plain  # the default of every version
+    both = json.loads(export(Yarn(**S, attention_factor=1.0), "vllm").overrides or "")["rope_parameters"]
+    assert both["attention_factor"] == 1.0 and both["attn_factor"] == pytest.approx(1 / (0.1 * math.log(8) + 1))
+    assert json.loads(export(NTK(**C, factor=4.0), "vllm", trained_length=64).overrides or "")["rope_parameters"][
+        "rope_theta"
+    ] == pytest.approx(40889.94243248622)
+
+
+def test_vllm_takes_one_list_for_its_whole_life_and_scales_dynamic_not_at_all() -> None:
+    block = dict(export(METHODS["longrope"][0], "vllm").rope_parameters)
+    sizes = {"head_dim": 128, "max_position_embeddings": 131072}
+    short, long = (vllm_frequencies(block, **sizes, max_model_len=n) for n in (4096, 4097))
+    assert difference(short, long) > 0.5
+    dynamic = vllm_frequencies({"rope_type": "dynamic", "factor": 4.0}, head_dim=128, max_position_embeddings=4096)
+    assert difference(dynamic, Default(**C).frequencies()) == 0
+    ntk = vllm_frequencies({"rope_type": "ntk", "factor": 8.0}, head_dim=128, max_position_embeddings=4096)
+    assert difference(ntk, NTK(**C, factor=8.0, mixed_b=1.0).frequencies()) < 1e-12  # Su's "fixed", not NTK-aware
+    for block, wanted in (
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32768),
+        ({"rope_type": "linear", "factor": 4.0}, 65536),
+        ({"rope_type": "llama3", "factor": 8.0}, 16384),
+    ):
+        assert vllm_max_model_len(block, 16384) == wanted
+
+
+def test_llama_cpp_flags_and_keys_of_yarn() -> None:
+    made = export(Yarn(**S), "llama.cpp")
+    flags = "--rope-freq-base 10000 --rope-scaling yarn --rope-scale 8 --yarn-orig-ctx 4096 "
+    assert " ".join(made.flags) == flags + "--yarn-beta-fast 32 --yarn-beta-slow 1"
+    assert made.gguf_keys["context_length"] == 32768 and "rope.scaling.attn_factor" not in made.gguf_keys
+    cold = export(Yarn(**S, attention_factor=1.0), "llama.cpp")
+    assert cold.gguf_keys["rope.scaling.attn_factor"] == pytest.approx(1 / (0.1 * math.log(8) + 1))
+    assert llama_cpp_frequencies(llama_cpp_rope(cold.gguf_keys)).attention_factor == pytest.approx(1.0)
+
+
+def test_llama_cpp_without_an_original_length_takes_the_stretched_one() -> None:
+    common: dict[str, Any] = {"dimension_count": 128, "freq_base": 1e4, "context_length": 32768, "scaling_factor": 8.0}
+    right = llama_cpp_frequencies(LlamaCppRope(**common, scaling_type="yarn", original_context_length=4096))
+    wrong = llama_cpp_frequencies(LlamaCppRope(**common, scaling_type="yarn"))
+    assert difference(right, Yarn(**S).frequencies()) < 1e-12 and difference(wrong, right) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: transformers_frequencies({"rope_type": "ntk"}, head_dim=8, max_position_embeddings=8), "KeyError"),
+        (lambda: executed_transformers({"rope_type": "ntk"}, head_dim=8, max_position_embeddings=8), "KeyError"),
+        (lambda: vllm_frequencies({"rope_type": "x"}, head_dim=8, max_position_embeddings=8), "Unknown RoPE"),
+        (
+            lambda: transformers_frequencies(
+                {"rope_type": "linear", "factor": "4"}, head_dim=8, max_position_embeddings=8
+            ),
+            "not a number",
+        ),
+        (
+            lambda: vllm_frequencies(
+                {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [1.0],
+                    "original_max_position_embeddings": 4,
+                },
+                head_dim=8,
+                max_position_embeddings=8,
+            ),
+            "size mismatch",
+        ),
+    ],
+)
+def test_engines_stop_where_they_would(call: Any, words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        call()
+
+
+def test_missing_or_contradicting_lengths_are_named() -> None:
+    with pytest.raises(ValueError, match="pass trained_length"):
+        export(Linear(**C, factor=2.0), "transformers")
+    with pytest.raises(ValueError, match="4096"):
+        export(Yarn(**S), "transformers", trained_length=64)
+    with pytest.raises(ValueError, match="engine must be"):
+        export(Yarn(**S), "tgi")  # type: ignore[arg-type]
+
+
+def test_a_configuration_can_be_exported_directly() -> None:
+    config = {
+        "head_dim": 128,
+        "rope_theta": 5e5,
+        "max_position_embeddings": 131072,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+    made = export(config, "llama.cpp", trained_length=8192, target_length=131072)
+    divisors = torch.tensor(made.gguf_tensors["rope_freqs.weight"], dtype=torch.float64)
+    assert bool((divisors[:29] == 1).all()) and float(divisors[-1]) == pytest.approx(8.0)
+    assert made.gguf_keys["context_length"] == 131072

@@ -38,6 +38,18 @@ class KernelBias(Encoding):
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         return Terms(bias=distance_bias(self.kernel.log_kernel, positions))
 
+    def converges(self) -> list[bool]:
+        """For each head, whether the sum of ``exp(bias)`` over all distances is finite."""
+        return self.kernel.converges()
+
+
+def block_of(own: Positions, block: Positions) -> Positions:
+    """The rows of ``own``, positions an encoding reads, that stand for ``block``, a part of the unmapped ones."""
+    if block.num_queries == own.num_queries:
+        return own
+    start = int(block.query_start - own.query_start)
+    return own.rows(start, start + block.num_queries)
+
 
 # ---- ALiBi ----------------------------------------------------------------------------------------------------------
 
@@ -128,6 +140,10 @@ class ALiBi(Encoding):
         """``(H,)`` float32 or better: the slopes now in use."""
         return self.kernel.slopes(as_float(torch.zeros((), device=device), *self.parameters()))
 
+    def converges(self) -> list[bool]:
+        """For each head, whether the sum of ``exp(bias)`` over all distances is finite."""
+        return self.kernel.converges()
+
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         if self.config.compat:
             return Terms(bias=PairBias(self._falcon, positions))
@@ -183,7 +199,7 @@ class SandwichConfig(EncodingConfig):
     injection="every",
     source="Chi et al. 2023 (arXiv 2212.10356)",
     summary="The product of two sinusoidal embeddings as a bias, compressed differently in each head.",
-    survey="SANDWICH",
+    survey="Sandwich",
 )
 class Sandwich(KernelBias):
     """Products of sinusoidal position vectors: ``b_h(d) = (sum_i cos(d / base^(2i/m)) - m/2) / r_h``, ``r_h = 8h/H``.

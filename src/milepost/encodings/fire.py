@@ -117,6 +117,10 @@ class FIRE(Encoding):
     def _psi(self, x: Tensor) -> Tensor:
         return x if self.c is None else torch.log1p((self.c * x).abs())
 
+    def converges(self) -> list[bool]:
+        """For each head, whether the sum of ``exp(bias)`` over all distances is finite: never, the input is bounded."""
+        return [False] * self.config.num_heads
+
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         causal = positions.causal
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from milepost.encoding import Encoding, EncodingConfig, register
+from milepost.encodings.bias import block_of
 from milepost.kernels import Kernel, Start, make_kernel, naive_log_mean, new_parameter
 from milepost.positions import Positions
-from milepost.terms import Bias, Terms, distance_bias
+from milepost.terms import DistanceBias, PairBias, Terms, distance_bias
 
 MIXES: dict[str, tuple[str, ...]] = {
     "parameter-free": ("exp", "exp*0.5", "gauss"),
@@ -178,6 +179,10 @@ class MEP(Encoding):
             weights = self.log_weights.log_softmax(0).to(logs.dtype)
         return torch.logsumexp(logs + weights.view(shape), dim=0)
 
+    def converges(self) -> list[bool]:
+        """For each head, whether the sum of ``exp(bias)`` over all distances is finite: if every kernel's is."""
+        return [all(heads) for heads in zip(*(kernel.converges() for kernel in self.kernels), strict=True)]
+
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         bias = distance_bias(self.log_mean, positions)
         return Terms(bias=bias) if self.config.renormalize else Terms(weights=Penalty(bias))
@@ -186,12 +191,9 @@ class MEP(Encoding):
 class Penalty:
     """Multiplies attention weights by ``exp(bias)`` after the softmax; rows no longer sum to 1."""
 
-    def __init__(self, bias: Bias) -> None:
+    def __init__(self, bias: DistanceBias | PairBias) -> None:
         self.bias = bias
 
     def __call__(self, probabilities: Tensor, *, positions: Positions) -> tuple[Tensor, None]:
-        bias = self.bias
-        if positions.num_queries != bias.positions.num_queries:
-            start = positions.query_start - bias.positions.query_start
-            bias = bias.rows(int(start), int(start) + positions.num_queries)
+        bias = replace(self.bias, positions=block_of(self.bias.positions, positions))
         return probabilities * bias.dense().exp().to(probabilities.dtype), None

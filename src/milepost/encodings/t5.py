@@ -64,7 +64,7 @@ class T5Config(EncodingConfig):
     injection="every",
     source="Raffel et al. 2020 (arXiv 1910.10683)",
     summary="A learned number per head and bucket; buckets widen with distance and the last one has no end.",
-    survey="T5 Bias",
+    survey="T5",
 )
 class T5(Encoding):
     """T5's relative bias: ``b_h = T[bucket(i - j), h]``.
@@ -100,6 +100,10 @@ class T5(Encoding):
 
     def reset_parameters(self) -> None:
         self.kernel.reset_parameters()
+
+    def converges(self) -> list[bool]:
+        """For each head, whether the sum of ``exp(bias)`` over all distances is finite: never, the table ends flat."""
+        return self.kernel.converges()
 
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         chosen = self.config.bidirectional

@@ -42,13 +42,12 @@ class TISAConfig(EncodingConfig):
     injection="every",
     source="Wennberg, Henter 2021 (ACL, 2021.acl-short.18)",
     summary="A sum of learned Gaussians of the signed distance; far keys get no bias at all.",
-    survey="TISE",
     shared=False,
 )
 class TISA(Encoding):
     """Translation-invariant self-attention: ``b_h(x) = sum_k A_kh exp(-|B_kh| (x - C_kh)^2)``, ``x = i - j``.
 
-    Start: ``A, B ~ N(0.1, 0.01)``, ``C ~ N(0, 5)`` (standard deviations). The survey spells it TISE.
+    Start: ``A, B ~ N(0.1, 0.01)``, ``C ~ N(0, 5)`` (standard deviations). The text of Zhao et al. 2023 (arXiv 2312.17044) spells it TISE.
 
     Shapes: a :class:`~milepost.terms.DistanceBias` of ``(H, n)``, float32 or better; ``3 K H`` parameters, ``(K, H)`` each.
     Raises ValueError for fewer than one Gaussian.
@@ -78,6 +77,10 @@ class TISA(Encoding):
             a, b, c = (per_head(p[k], x) for p in (self.amplitude, self.sharpness, self.offset))
             total = total + a * torch.exp(-b.abs() * (x - c) ** 2)
         return total
+
+    def converges(self) -> list[bool]:
+        """For each head, whether the sum of ``exp(bias)`` over all distances is finite: never, far keys get 0."""
+        return [False] * self.config.num_heads
 
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         return Terms(bias=distance_bias(self.bias, positions))

@@ -73,6 +73,10 @@ class Toeplitz(Encoding):
         with torch.no_grad():
             self.table.normal_(0.0, self.config.std)
 
+    def converges(self) -> list[bool]:
+        """For each head, whether the sum of ``exp(bias)`` over all distances is finite: never, the table ends flat."""
+        return [False] * self.config.num_heads
+
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         length = self.config.trained_length
         if positions.slot_distance:

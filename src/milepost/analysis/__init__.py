@@ -1,0 +1,3 @@
+"""What can be computed without training."""
+
+from __future__ import annotations

@@ -1,0 +1,338 @@
+"""Pictures of encodings: what each does to attention, by distance and head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from milepost.attention import attend
+from milepost.encoding import Encoding
+from milepost.positions import Positions
+from milepost.report.plots import draw_bias, short
+from milepost.report.style import INK, PALETTE, figure_style, head_colors
+from milepost.terms import Terms
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Geometry = Mapping[str, Any]
+"""num_heads, head_dim, width, num_layers, vocab_size, trained_length: what the encoding was built for."""
+
+
+def distances_up_to(length: int, count: int = 96) -> list[int]:
+    """Distances 0, 1, 2, ... length - 1, thinned to about `count` at equal ratios."""
+    spaced = [round(math.exp(math.log(length) * step / count)) for step in range(count + 1)]
+    return sorted({0, *range(1, min(8, length)), *(min(value, length - 1) for value in spaced)})
+
+
+def bias_curves(encoding: Encoding, geometry: Geometry, *, length: int) -> dict[str, Any] | None:
+    """What the encoding adds to attention by distance, seen from the last of `length` positions, as plain values.
+
+    Returns {"kind": "bias" | "rotation" | "similarity", "distances": [n], "layers": [layers][heads][n]}:
+    a bias in nats; the mean rotation score of equal content (1 at distance 0); the cosine of two positions' embeddings.
+    None where there is no such curve (NoPE, or what depends on content). One layer where all layers share one set.
+    """
+    positions = Positions.full(length, queries=1, trained_length=geometry.get("trained_length"))
+    distances = distances_up_to(length)
+    layers: list[Any] = []
+    kind = ""
+    with torch.no_grad():
+        for layer in range(int(geometry.get("num_layers") or 1)):
+            part = encoding.for_layer(layer)
+            terms = _terms(part, positions)
+            if terms is None:
+                return None
+            if terms.bias is not None:
+                found, values = "bias", _bias_by_distance(terms)
+            elif len(terms.branches) == 1:
+                found, values = "rotation", _rotation_by_distance(terms, int(geometry["head_dim"]), positions)
+            elif terms.is_empty():
+                similarity = _similarity_by_distance(part, int(geometry["width"]), length)
+                if similarity is None:
+                    continue
+                found, values = "similarity", similarity
+            else:
+                return None
+            if kind and found != kind:
+                return None
+            kind = found
+            layers.append([[_json_number(float(head[d])) for d in distances] for head in values])
+    if not kind:
+        return None
+    if all(layer == layers[0] for layer in layers):
+        layers = layers[:1]
+    return {"kind": kind, "distances": distances, "layers": layers}
+
+
+def attention_by_distance(encoding: Encoding, geometry: Geometry, *, length: int, samples: int = 64) -> Tensor:
+    """Mean attention of the last query by distance, over random content: (heads, length) float32.
+
+    Serves every encoding, content-dependent ones too. Queries and keys are normal; the same seed is used for all.
+    """
+    heads, dim, width = int(geometry["num_heads"]), int(geometry["head_dim"]), int(geometry["width"])
+    generator = torch.Generator().manual_seed(0)
+    positions = Positions.full(length, queries=1, trained_length=geometry.get("trained_length"))
+    everywhere = Positions.full(length, trained_length=geometry.get("trained_length"))
+    tokens = torch.randint(0, int(geometry.get("vocab_size") or 258), (1, length), generator=generator)
+    total = torch.zeros(heads, length)
+    with torch.no_grad():
+        part = encoding.for_layer(0)
+        terms = part(positions, tokens if part.needs_tokens else None)
+        plain = replace(terms, value=None, output=None)
+        if getattr(terms, "weights", None) is not None:
+            plain = replace(plain, weights=None)
+        embedded = encoding.embed(torch.zeros(1, length, width), everywhere, tokens) if width == heads * dim else None
+        for _ in range(samples):
+            q = torch.randn(1, heads, 1, dim, generator=generator)
+            k = torch.randn(1, heads, length, dim, generator=generator)
+            if embedded is not None and bool(embedded.any()):
+                x = embedded.view(1, length, heads, dim).transpose(1, 2) * math.sqrt(dim) / embedded.norm() * math.sqrt(length)
+                q, k = q + x[:, :, -1:], k + x
+            for begin in range(0, length, dim):  # the identity as values, a few columns at a time
+                v = torch.zeros(1, heads, length, dim)
+                stop = min(begin + dim, length)
+                v[:, :, range(begin, stop), range(stop - begin)] = 1.0
+                total[:, begin:stop] += attend(q, k, v, positions, plain)[0, :, 0, : stop - begin]
+    return (total / samples).flip(-1)
+
+
+def picture(encoding: Encoding, geometry: Geometry, *, length: int, title: str | None = None) -> Figure:
+    """An encoding as a figure, chosen by what it does.
+
+    A bias: one line a head against distance. A rotation: mean score against distance, and the wavelength of every
+    pair. An absolute embedding: a heat map, and the similarity of positions. Anything else: mean attention by distance
+    over random content.
+    """
+    title = title or encoding.name
+    trained = geometry.get("trained_length")
+    with torch.no_grad():
+        curve = bias_curves(encoding, geometry, length=length)
+        if curve is not None and curve["kind"] == "bias":
+            return _bias_picture(curve, title, trained)
+        if curve is not None and curve["kind"] == "rotation":
+            return _rotation_picture(encoding, curve, geometry, title, trained)
+        if curve is not None:
+            return _absolute_picture(encoding, curve, geometry, title, length)
+        return _attention_picture(attention_by_distance(encoding, geometry, length=min(length, 512)), title, trained)
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def _terms(encoding: Encoding, positions: Positions) -> Terms | None:
+    if encoding.needs_tokens:
+        return None
+    terms: Terms = encoding(positions)
+    return None if terms.scores is not None or terms.weights is not None else terms
+
+
+def _bias_by_distance(terms: Terms) -> Tensor:
+    """(heads, length): the bias of the last query, by distance."""
+    assert terms.bias is not None
+    return terms.bias.dense()[0, :, 0].flip(-1).float()
+
+
+def _rotation_by_distance(terms: Terms, head_dim: int, positions: Positions) -> Tensor:
+    """(1, length): q . k / (|q| |k| at distance 0) of a vector of ones against itself."""
+    branch = terms.branches[0]
+    q = torch.ones(1, 1, 1, head_dim)
+    k = torch.ones(1, 1, positions.num_keys, head_dim)
+    turned_q = branch.query(q) if branch.query is not None else q
+    turned_k = branch.key(k, at="keys") if branch.key is not None else k
+    scores = (turned_q * turned_k).sum(-1)[0, :, :].flip(-1).float()
+    return scores / scores[:, :1]
+
+
+def _similarity_by_distance(encoding: Encoding, width: int, length: int) -> Tensor | None:
+    """(1, length): cosine of the last position's embedding and of those before it; None where nothing is embedded."""
+    embedded = _embedding(encoding, width, length)
+    if embedded is None:
+        return None
+    return torch.nn.functional.cosine_similarity(embedded[-1:], embedded, dim=-1).flip(-1)[None]
+
+
+def _embedding(encoding: Encoding, width: int, length: int) -> Tensor | None:
+    """(length, width): what is added to the token embeddings."""
+    try:
+        added = encoding.embed(torch.zeros(1, length, width), Positions.full(length))[0].float()
+    except (ValueError, IndexError):
+        return None  # beyond the longest position that it has
+    return added if bool(added.any()) else None
+
+
+def _json_number(value: float) -> float:
+    return value if math.isfinite(value) else math.copysign(1e30, value) if not math.isnan(value) else 0.0
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def _bias_picture(curve: Mapping[str, Any], title: str, trained: int | None) -> Figure:
+    from matplotlib.figure import Figure
+
+    with figure_style():
+        figure = Figure(figsize=(6.6, 4.0))
+        axes = figure.add_subplot()
+        draw_bias(axes, curve, trained)
+        values = [v for heads in curve["layers"] for head in heads for v in head if math.isfinite(v)]
+        axes.set_ylim(max(min(values), -12.0) - 0.3, min(max(values), 12.0) + 0.6)
+        axes.set_xlim(0.9, max(curve["distances"]))
+        _mark_trained(axes, trained)
+        axes.set_title(title, pad=10)
+        axes.set_xlabel("distance (tokens)")
+        axes.set_ylabel("bias added to the logits (nats)")
+        _head_legend(axes, len(curve["layers"][0]))
+        _margins(figure, right=1.05)
+    return figure
+
+
+def _rotation_picture(
+    encoding: Encoding, curve: Mapping[str, Any], geometry: Geometry, title: str, trained: int | None
+) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    with figure_style():
+        figure = Figure(figsize=(8.2, 3.9))
+        left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
+        distances = [max(d, 0.9) for d in curve["distances"]]
+        for number, heads in enumerate(curve["layers"]):
+            left.plot(distances, heads[0], color=PALETTE[number % len(PALETTE)], linewidth=1.8 if number == 0 else 0.8)
+        left.set_xscale("log")
+        left.axhline(0, color=INK, linewidth=0.8, alpha=0.5)
+        left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        left.xaxis.set_minor_locator(NullLocator())
+        left.set_xlim(0.9, max(distances))
+        _mark_trained(left, trained)
+        left.set_title(title, pad=10)
+        left.set_xlabel("distance (tokens)")
+        left.set_ylabel("score of equal content")
+        wavelengths = _wavelengths(encoding, geometry)
+        pairs = range(1, len(wavelengths) + 1)
+        right.scatter(pairs, wavelengths, color=PALETTE[1], s=22, zorder=3)
+        right.set_yscale("log")
+        right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        right.yaxis.set_minor_locator(NullLocator())
+        right.set_title("wavelength of each pair", fontsize=11, pad=10)
+        right.set_xlabel("pair of channels")
+        right.set_ylabel("tokens for a full turn")
+        right.set_xlim(0, len(wavelengths) + 1)
+        if trained is not None:
+            right.axhline(trained, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), alpha=0.7)
+            right.annotate(
+                f"trained length {short(trained)}", (0.02, trained), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                textcoords="offset points", fontsize=8.5,
+            )  # fmt: skip
+        _margins(figure, right=0.2, wspace=0.34)
+    return figure
+
+
+def _absolute_picture(
+    encoding: Encoding, curve: Mapping[str, Any], geometry: Geometry, title: str, length: int
+) -> Figure:
+    from matplotlib.figure import Figure
+
+    embedded = _embedding(encoding, int(geometry["width"]), length)
+    assert embedded is not None
+    with figure_style():
+        figure = Figure(figsize=(8.2, 3.9))
+        left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
+        bound = float(embedded.abs().quantile(0.995)) or 1.0
+        image = left.imshow(
+            embedded.T.numpy(), aspect="auto", cmap="PuOr", vmin=-bound, vmax=bound, origin="lower",
+            extent=(0, length, 0, embedded.shape[1]), interpolation="nearest",
+        )  # fmt: skip
+        left.grid(False)
+        left.set_title(title, pad=10)
+        left.set_xlabel("position")
+        left.set_ylabel("channel")
+        figure.colorbar(image, ax=left, pad=0.02, fraction=0.05)
+        right.plot([max(d, 0.9) for d in curve["distances"]], curve["layers"][0][0], color=PALETTE[0])
+        right.set_xscale("log")
+        from matplotlib.ticker import FuncFormatter, NullLocator
+
+        right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        right.xaxis.set_minor_locator(NullLocator())
+        right.axhline(0, color=INK, linewidth=0.8, alpha=0.5)
+        right.set_title("cosine of two positions", fontsize=11, pad=10)
+        right.set_xlabel("distance (tokens)")
+        _margins(figure, right=0.2, wspace=0.34)
+    return figure
+
+
+def _attention_picture(weights: Tensor, title: str, trained: int | None) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    with figure_style():
+        figure = Figure(figsize=(6.6, 4.0))
+        axes = figure.add_subplot()
+        distances = [max(d, 0.9) for d in range(weights.shape[1])]
+        bins = distances_up_to(weights.shape[1], 40)
+        for head, color in enumerate(head_colors(len(weights))):
+            smooth = [float(weights[head, low:high].mean()) for low, high in zip(bins, [*bins[1:], len(distances)], strict=True)]
+            axes.plot([max(b, 0.9) for b in bins], smooth, color=color, linewidth=1.8)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_yscale("log")
+        axes.axhline(1 / weights.shape[1], color=INK, linewidth=0.9, linestyle=(0, (2, 2)), alpha=0.7)
+        axes.annotate(
+            "even attention", (0.01, 1 / weights.shape[1]), xycoords=("axes fraction", "data"), xytext=(0, 3),
+            textcoords="offset points", fontsize=8.5,
+        )  # fmt: skip
+        _mark_trained(axes, trained)
+        axes.set_title(title, pad=10)
+        axes.set_xlabel("distance (tokens)")
+        axes.set_ylabel("mean attention, random content")
+        _head_legend(axes, len(weights))
+        _margins(figure, right=1.05)
+    return figure
+
+
+def _wavelengths(encoding: Encoding, geometry: Geometry) -> Sequence[float]:
+    """Tokens for a full turn of every pair, measured from the rotation itself at one step of distance."""
+    dim = int(geometry["head_dim"])
+    terms: Terms = encoding.for_layer(0)(Positions.full(2, trained_length=geometry.get("trained_length")))
+    key = terms.branches[0].key
+    if key is None:
+        return []
+    units = torch.eye(dim)[:, None, None].expand(dim, 1, 2, dim)  # each channel alone, at positions 0 and 1
+    turned = key(units, at="keys")[:, 0].double()
+    cosine = (turned[:, 0] * turned[:, 1]).sum(-1) / (turned[:, 0].norm(dim=-1) * turned[:, 1].norm(dim=-1))
+    sine = (1 - cosine.square()).clamp(min=0).sqrt()
+    moved = (turned[:, 1] / turned[:, 1].norm(dim=-1, keepdim=True) - turned[:, 0] / turned[:, 0].norm(dim=-1, keepdim=True)).norm(dim=-1)
+    angle = torch.where(cosine < 0.9, torch.atan2(sine, cosine), 2 * torch.asin((moved / 2).clamp(max=1)))
+    found = sorted((2 * math.pi / float(a) for a in angle if float(a) > 1e-7))
+    return found[::2]
+
+
+def _mark_trained(axes: Any, trained: int | None) -> None:
+    if trained is None or not axes.get_xlim()[0] < trained < axes.get_xlim()[1]:
+        return
+    axes.axvline(trained, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), alpha=0.7)
+    axes.annotate(
+        f"trained {short(trained)}", (trained, 1.0), xycoords=("data", "axes fraction"), xytext=(-4, -11),
+        textcoords="offset points", fontsize=8.5, ha="right",
+    )  # fmt: skip
+
+
+def _head_legend(axes: Any, heads: int) -> None:
+    shown = range(heads) if heads <= 8 else sorted({round(i * (heads - 1) / 5) for i in range(6)})
+    colors = head_colors(heads)
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=colors[head], linewidth=2.2, label=f"head {head + 1}") for head in shown]
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, handlelength=1.4)
+
+
+def _margins(figure: Figure, *, right: float, wspace: float = 0.2) -> None:
+    width, height = figure.get_figwidth(), figure.get_figheight()
+    figure.subplots_adjust(
+        left=0.75 / width, right=1 - right / width, bottom=0.6 / height, top=1 - 0.5 / height, wspace=wspace
+    )

@@ -124,6 +124,7 @@ class Rotation:
         layout: which channels form a pair.
         factor: multiplies the rotated channels of both (attention factor): a number, or ``(B, 1)``.
         query_factor: multiplies whole queries (softmax factor, log-n): a number, or ``(B|1, Q|1)``.
+        growth: (queries', keys') logarithm of an amplitude, functions like ``phases`` (xPos).
         finish: changes (cos, sin) after they are made, where a method mixes frequencies (FoPE).
         same: queries stand exactly where the keys stand, so one table serves both.
     """
@@ -137,30 +138,38 @@ class Rotation:
         layout: Layout = "half",
         factor: float | Tensor = 1.0,
         query_factor: float | Tensor | None = None,
+        growth: tuple[Phases, Phases] | None = None,
         finish: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
         same: bool = False,
     ) -> None:
         self.query_at, self.key_at, self.phases = query_at, key_at, phases
-        self.layout, self.factor, self.query_factor, self.finish = layout, factor, query_factor, finish
-        self.same = same
-        self._tables: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self.layout, self.factor, self.query_factor = layout, factor, query_factor
+        self.growth, self.finish, self.same = growth, finish, same
+        self._tables: dict[tuple[str, str, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def table(self, at: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each ``(B|1, H|1, n, P)``, at the "queries" or the "keys"; float32, or float64 for float64."""
+    def table(self, at: str, dtype: torch.dtype, *, of: str = "queries") -> tuple[Tensor, Tensor]:
+        """(cos, sin), each ``(B|1, H|1, n, P)``, at the "queries" or the "keys"; float32, or float64 for float64.
+
+        ``of`` says whose they are, which matters where queries and keys grow differently.
+        """
         at = "keys" if self.same else at
+        of = of if self.growth is not None else ""
         dtype = torch.promote_types(dtype, torch.float32)
-        if (at, dtype) not in self._tables:
-            angles = self.phases(self.key_at if at == "keys" else self.query_at)
-            cos, sin = cos_sin(angles if angles.dim() == 4 else angles[:, None], dtype)
+        if (at, of, dtype) not in self._tables:
+            where = self.key_at if at == "keys" else self.query_at
+            cos, sin = cos_sin(_with_heads(self.phases(where)), dtype)
             if self.finish is not None:
                 cos, sin = self.finish(cos, sin)
-            if isinstance(self.factor, Tensor):
-                factor = self.factor.to(dtype)[:, :, None, None]
+            factor: Tensor | float = self.factor
+            if isinstance(factor, Tensor):
+                factor = factor.to(dtype)[:, :, None, None]
+            if self.growth is not None:
+                grown = self.growth[0 if of == "queries" else 1](where)
+                factor = factor * _with_heads(grown).exp().to(dtype)
+            if isinstance(factor, Tensor) or factor != 1.0:
                 cos, sin = cos * factor, sin * factor
-            elif self.factor != 1.0:
-                cos, sin = cos * self.factor, sin * self.factor
-            self._tables[at, dtype] = cos, sin
-        return self._tables[at, dtype]
+            self._tables[at, of, dtype] = cos, sin
+        return self._tables[at, of, dtype]
 
     def query(self, q: Tensor) -> Tensor:
         """``(B, H, Q, D) -> (B, H, Q, D)``."""
@@ -171,7 +180,7 @@ class Rotation:
 
     def key(self, k: Tensor, at: str = "keys") -> Tensor:
         """``(B, Hkv, n, D) -> (B, Hkv, n, D)``: all keys, or the new ones, which stand where the queries stand."""
-        return turn(k, *self.table(at, k.dtype), self.layout)
+        return turn(k, *self.table(at, k.dtype, of="keys"), self.layout)
 
     def back(self, x: Tensor) -> Tensor:
         """The inverse rotation at the queries (attention and softmax factors do not apply)."""
@@ -179,7 +188,12 @@ class Rotation:
         return turn(x, cos, -sin, self.layout)
 
     def branch(self, near: int | None = None, far: int | None = None, chunk: int | None = None) -> Branch:
+        """Both, ruling these distances."""
         return Branch(query=self.query, key=self.key, near=near, far=far, chunk=chunk)
+
+
+def _with_heads(angles: Tensor) -> Tensor:
+    return angles if angles.dim() == 4 else angles[:, None]
 
 
 # ---- frequencies from options ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from milepost.encoding import register
-from milepost.encodings.rotary import Layout, Rotary, RotaryConfig, Rotation
+from milepost.encodings.rotary import Layout, Phases, Rotary, RotaryConfig, Rotation
 from milepost.positions import Positions
 from milepost.terms import Branch, Terms
 
@@ -74,7 +74,7 @@ class XPos(Rotary):
     Shapes: one :class:`~milepost.terms.Branch`, or a ``scores`` hook for long calls and the scalar form.
     Raises ValueError for bidirectional attention, where decay would turn into growth; in float16 beyond
     `separable_length` tokens, and under a compiler beyond that of float32.
-    Source: Sun et al. 2022 (arXiv 2212.10554); microsoft/torchscale, whose centre is the middle of the call (it cancels).
+    Source: Sun et al. 2022 (arXiv 2212.10554); microsoft/torchscale, centred on the call's middle (it cancels).
     The survey's scalar gamma is the paper's ablation, not xPos. To extrapolate, the paper tests with blockwise causal
     attention (``block``); without it perplexity grows beyond the trained length.
     """
@@ -125,8 +125,8 @@ class XPos(Rotary):
         def in_range(x: Tensor) -> None:
             if x.dtype == torch.float16 and positions.num_keys > (self.separable_length(torch.float16) or 0):
                 raise ValueError(
-                    f"xpos with scale_base {self.config.scale_base:g} holds {self.separable_length(torch.float16)} keys "
-                    f"in float16, not {positions.num_keys}: use bfloat16 or float32"
+                    f"xpos with scale_base {self.config.scale_base:g} holds {self.separable_length(torch.float16)} "
+                    f"keys in float16, not {positions.num_keys}: use bfloat16 or float32"
                 )
 
         def query(q: Tensor) -> Tensor:
@@ -211,9 +211,7 @@ class _BlockDecay:
             query_at = at[:, start : start + self.rows]
             first, last = query_at.amin(-1).double()[:, None], query_at.amax(-1).double()[:, None]
 
-            def grown(where: Tensor, first: Tensor = first, last: Tensor = last) -> Tensor:
-                return ((torch.minimum(where.double(), last) - first)[..., None]) * self.rate
-
+            growth = _growth_from(first, last, self.rate)
             turned = Rotation(
                 query_at,
                 self.positions.key,
@@ -221,7 +219,7 @@ class _BlockDecay:
                 layout=self.rotation.layout,
                 factor=self.rotation.factor,
                 query_factor=self.rotation.query_factor,
-                growth=(lambda where, grown=grown: -grown(where), grown),
+                growth=growth,
             )
             part = turned.query(q[:, :, start : start + self.rows])
             blocks.append(per_group(part, turned.key(k).mT) * scale)
@@ -229,8 +227,17 @@ class _BlockDecay:
         return logits if bias is None else logits + bias
 
 
+def _growth_from(first: Tensor, last: Tensor, rate: Tensor) -> tuple[Phases, Phases]:
+    """Growth of queries and of keys about ``first``; keys after ``last`` are seen by no query and grow no further."""
+
+    def keys(where: Tensor) -> Tensor:
+        return (torch.minimum(where.double(), last) - first)[..., None] * rate
+
+    return lambda where: -keys(where), keys
+
+
 def block_of(mine: Positions, block: Positions) -> Tensor:
-    """``(B|1, q)``: where the queries of a block stand in ``mine``, the (possibly mapped) positions of the whole call."""
+    """``(B|1, q)``: where the queries of a block stand in ``mine``, the (maybe mapped) positions of the whole call."""
     if mine.num_queries == block.num_queries:
         return mine.query
     offset = block.query_start - mine.query_start

@@ -21,9 +21,9 @@ GEOMETRY = {
 REFUSALS = json.loads((Path(__file__).parent / "data" / "refusals.json").read_text())
 
 
-def make(name: str) -> Encoding:
+def make(name: str, **geometry: int) -> Encoding:
     torch.manual_seed(0)
-    encoding = from_spec(name, GEOMETRY)
+    encoding = from_spec(name, {**GEOMETRY, **geometry})
     with torch.no_grad():
         for parameter in encoding.parameters():  # zeros would hide mistakes
             if not parameter.any():
@@ -89,7 +89,7 @@ class Attention(torch.nn.Module):
 def test_one_graph_serves_all_lengths(name: str, training: bool) -> None:
     """Ten lengths that cross the chunk boundaries of every backend; at most two dynamo cache entries."""
     torch._dynamo.reset()
-    eager = Attention(make(name).train(training))
+    eager = Attention(make(name, trained_length=2048).train(training))
     compiled = torch.compile(eager, fullgraph=True, dynamic=True, backend="aot_eager" if training else "eager")
     generator = torch.Generator().manual_seed(0)
     for length in (32, 64, 65, 80, 100, 127, 200, 500, 1030, 1100):

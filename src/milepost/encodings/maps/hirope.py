@@ -34,7 +34,7 @@ def line_levels(tokens: Tensor, positions: Positions, newline: tuple[int, ...]) 
 
 
 def blank_line_levels(tokens: Tensor, positions: Positions, newline: tuple[int, ...]) -> Tensor:
-    """``(B, K)``: how many blank lines came before each token, a run of them counted once for each newline after the first."""
+    """``(B, K)``: how many empty lines came before each token."""
     line, place = segments(tokens, positions, newline)
     ends = torch.zeros_like(tokens, dtype=torch.bool)
     for ident in newline:
@@ -74,7 +74,7 @@ _HEADER = re.compile(r"[ \t]*(async[ \t]+def|def|class)\b")
 
 
 def python_levels(pieces: Sequence[str]) -> list[int]:
-    """For each piece of a source text: how many functions and classes began in the lines before the piece's first one."""
+    """For each piece of a source text: how many functions and classes began in the lines before the piece's own."""
     text = "".join(pieces)
     lines = text.split("\n")
     begun = [0]  # begun[i]: headers complete before line i

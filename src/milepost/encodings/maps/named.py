@@ -102,7 +102,7 @@ class ShiftedEncoding(MappedEncoding):
     One k per sequence from 0 .. 499 in training, the constant 500 at test time (official code). Any other absolute
     encoding may stand underneath (``encoding="learned"``); a relative one does not notice the shift.
 
-    Parameters and shapes: those of the encoding underneath, which is built for ``trained_length + max_shift`` positions.
+    Parameters and shapes: those of the encoding underneath, which is built for ``trained_length + max_shift``.
     Raises ValueError for options that :class:`SHAPE` refuses.
     Source: Kiyono et al. 2021 (arXiv 2109.05644), where source and target sides draw separately.
     """

@@ -55,7 +55,7 @@ def _before(per_slot: Tensor) -> Tensor:
 
 
 def _check_separators(separators: tuple[int, ...]) -> None:
-    if isinstance(separators, str) or any(not isinstance(i, int) or i < 0 for i in separators):
+    if any(not isinstance(i, int) or i < 0 for i in separators):
         raise ValueError(f"separators are token ids, such as ({NEWLINE}, {FULL_STOP}); got {separators!r}")
 
 

@@ -56,14 +56,13 @@ class Settings:
     steps: int = _option(400, "training steps")
     batch_size: int = _option(8, "windows in a batch")
     accumulation: int = _option(1, "batches summed for one step")
-    lr: float = _option(3e-3, "peak learning rate; cosine to a tenth")
+    lr: float = _option(3e-3, "peak learning rate; a cosine takes it to a tenth")
     warmup: float = _option(0.05, "share of the steps that warm up")
     weight_decay: float = _option(0.1, "weight decay of matrices")
     clip: float = _option(1.0, "largest gradient norm")
     encoding_lr_scale: float = _option(10.0, "learning rate of the encoding's own parameters, as a multiple of lr")
-    encoding_init: str = _option("published", "published, or slopes (start learnable biases at ALiBi's slopes)")
-    precision: str = _option("float32", "float32, bfloat16 or float16 (mixed, where the device has it)")
-    device: str = _option("auto", "auto, cpu, cuda or mps")
+    precision: str = _option("auto", "auto, float32, bfloat16 or float16 (auto: bfloat16 on accelerators that have it)")
+    device: str = _option("auto", "auto (an accelerator where there is one) or cpu")
     regions: int = _option(24, "stretches of held-out text, each as long as the longest test length")
     measures: tuple[str, ...] = _option(("windows", "last"), f"ways to measure perplexity: {', '.join(MEASURES)}")
     last: int = _option(0, "targets of each region in the measure 'last' (0: the shortest test length)")
@@ -134,8 +133,8 @@ class Settings:
             problems.append(f"--dropout {self.dropout} must lie in [0, 1)")
         if not 0 <= self.warmup < 1:
             problems.append(f"--warmup {self.warmup} is a share of the steps and must lie in [0, 1)")
-        problems += _choice("encoding_init", self.encoding_init, ("published", "slopes"))
-        problems += _choice("precision", self.precision, ("float32", "bfloat16", "float16"))
+        problems += _choice("precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
+        problems += _choice("device", self.device, ("auto", "cpu"))
         for measure in self.measures:
             problems += _choice("measures", measure, tuple(MEASURES))
         if problems:

@@ -98,10 +98,10 @@ def _perplexity(
 
 
 def _ranking(perplexity: Mapping[str, Any], methods: list[str]) -> list[str]:
-    """Best first, by perplexity at the longest length of the first measure."""
+    """Best first, by perplexity at the longest length, of the windows where they were measured."""
     if not perplexity:
         return methods
-    cells = next(iter(perplexity.values()))["cells"]
+    cells = perplexity.get("windows", next(iter(perplexity.values())))["cells"]
     longest = max(cell["length"] for cell in cells)
     value = {cell["method"]: cell["value"] for cell in cells if cell["length"] == longest}
     return sorted(methods, key=lambda method: (value.get(method, float("inf")), methods.index(method)))

@@ -157,7 +157,18 @@ def token_losses(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tenso
     return torch.cat(parts).view(targets.shape)
 
 
-def perplexity_by_length(
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What one reading of the test text told.
+
+    lengths: by measure, then by length. positions: inside the non-overlapping windows of the longest length.
+    """
+
+    lengths: list[LengthLoss]
+    positions: list[PositionLoss]
+
+
+def measure_lengths(
     model: LanguageModel,
     source: TokenSource,
     regions: Regions,
@@ -168,19 +179,20 @@ def perplexity_by_length(
     stride: int | None = None,
     batch_tokens: int = 8192,
     done: Done | None = None,
-) -> list[LengthLoss]:
-    """The loss at each length by each measure, over the same regions.
+) -> Measured:
+    """The loss at each length by each measure over the same regions, and by position at the longest length.
 
     source: the tokens that `regions` point into, such as `corpus.test`.
     last: targets of the measure "last" in each region (default: the shortest length). stride: of "sliding" (default:
     half the length). batch_tokens: tokens of one forward pass; a window is never split. done: called with (tokens
     read, tokens in all).
 
-    A window that several measures need is read once. The result is ordered by measure, then by length.
-    Raises `DataError` for no lengths, an unknown measure, a length beyond the regions' size; `ValueError` (not a
-    number) when the model's loss is NaN.
+    A window that several measures need is read once. Positions are empty unless "windows" is measured.
+    Raises `DataError` for no lengths, an unknown measure, a length beyond the regions' size; `ValueError` when the
+    model's loss is not a number.
     """
     lengths = sorted(set(lengths))
+    measures = list(dict.fromkeys(measures))
     if not lengths:
         raise DataError("no test length given")
     for measure in measures:
@@ -189,11 +201,12 @@ def perplexity_by_length(
     plan = {
         (measure, length): _windows(measure, regions, length, last or lengths[0], stride)
         for length in lengths
-        for measure in dict.fromkeys(measures)
+        for measure in measures
     }
     total = sum(len(_distinct(plan, length)[0]) * length for length in lengths)
     read = 0
     found: dict[tuple[str, int], LengthLoss] = {}
+    positions: list[PositionLoss] = []
     with evaluating(model):
         for length in lengths:
             starts, rows_of = _distinct(plan, length)
@@ -205,39 +218,33 @@ def perplexity_by_length(
                     done(read, total)
             for measure, rows_index in rows_of.items():
                 found[measure, length] = _by_region(measure, plan[measure, length], losses[rows_index], regions)
-    return [found[measure, length] for measure in dict.fromkeys(measures) for length in lengths]
+            if length == lengths[-1] and "windows" in rows_of:
+                positions = _by_position(losses[rows_of["windows"]], plan["windows", length].counted())
+    return Measured([found[measure, length] for measure in measures for length in lengths], positions)
+
+
+def perplexity_by_length(
+    model: LanguageModel, source: TokenSource, regions: Regions, *, lengths: Sequence[int], **options: Any
+) -> list[LengthLoss]:
+    """`measure_lengths` without the positions; takes the same options and raises the same errors."""
+    return measure_lengths(model, source, regions, lengths=lengths, **options).lengths
 
 
 def loss_by_position(
-    model: LanguageModel,
-    source: TokenSource,
-    regions: Regions,
-    *,
-    length: int,
-    edges: Sequence[int] | None = None,
-    batch_tokens: int = 8192,
-    done: Done | None = None,
+    model: LanguageModel, source: TokenSource, regions: Regions, *, length: int, **options: Any
 ) -> list[PositionLoss]:
-    """The mean loss by the number of tokens of context, in non-overlapping windows of one length.
+    """The mean loss by the number of tokens of context, in non-overlapping windows of one length, in octaves.
 
-    edges: ends of the bins, increasing (default: powers of two up to `length`). A model that only remembers its
-    trained length stays flat beyond it; one that breaks rises there.
-    Raises `DataError` for a length beyond the regions' size, `ValueError` when the loss is NaN.
+    A model that cannot use distant text stays flat beyond its trained length; one that breaks rises there.
+    Takes `batch_tokens` and `done`, and raises, as `measure_lengths` does.
     """
-    windows = nonoverlapping(regions, length)
-    total = np.zeros(length, dtype=np.float64)
-    counts = np.zeros(length, dtype=np.int64)
-    starts = _pairs(windows)
-    counted = windows.counted()
-    read = 0
-    with evaluating(model):
-        for rows, values in _batches(model, source, starts, length, batch_tokens):
-            total += np.where(counted[rows], values, 0.0).sum(0)
-            counts += counted[rows].sum(0)
-            read += values.size
-            if done is not None:
-                done(read, len(starts) * length)
-    bounds = sorted({min(edge, length) for edge in edges}) if edges is not None else _octaves(length)
+    return measure_lengths(model, source, regions, lengths=[length], measures=["windows"], **options).positions
+
+
+def _by_position(losses: npt.NDArray[np.float32], counted: npt.NDArray[np.bool_]) -> list[PositionLoss]:
+    total = np.where(counted, losses, 0.0).sum(0, dtype=np.float64)
+    counts = counted.sum(0)
+    bounds = _octaves(losses.shape[1])
     bins: list[PositionLoss] = []
     for low, high in zip([0, *bounds[:-1]], bounds, strict=True):
         number = int(counts[low:high].sum())

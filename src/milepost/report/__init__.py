@@ -10,6 +10,6 @@ from __future__ import annotations
 from milepost.report.html import page
 from milepost.report.plots import figures, render
 from milepost.report.show import bias_curves, picture
-from milepost.report.table import Column, Table, tables
+from milepost.report.table import Column, Table, measures_in, tables
 
-__all__ = ["Column", "Table", "bias_curves", "figures", "page", "picture", "render", "tables"]
+__all__ = ["Column", "Table", "bias_curves", "figures", "measures_in", "page", "picture", "render", "tables"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from milepost.report.style import INK, figure_style, head_colors, look, spread_labels
+from milepost.report.table import measures_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,8 @@ def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     trained = int(results["settings"]["train_length"])
     looks = {method: look(index) for index, method in enumerate(results["settings"]["methods"])}
     made: dict[str, Figure] = {}
-    for measure, table in summary["perplexity"].items():
+    for measure in measures_in(summary):
+        table = summary["perplexity"][measure]
         name = "perplexity" if measure == "windows" else f"perplexity-{measure}"
         made[name] = perplexity_figure(measure, table["cells"], trained, looks)
     if summary["positions"]:

@@ -170,10 +170,15 @@ class Table:
         return groups
 
 
+def measures_in(summary: Mapping[str, Any]) -> list[str]:
+    """The measures of a summary, in their usual order."""
+    return sorted(summary["perplexity"], key=lambda name: ([*MEASURE_TITLES, name].index(name), name))
+
+
 def tables(results: Mapping[str, Any]) -> list[Table]:
     """The tables of a comparison: perplexity by each measure, passkey, and paired differences to the best."""
     summary = results["summary"]
-    made = [_perplexity_table(results, measure) for measure in summary["perplexity"]]
+    made = [_perplexity_table(results, measure) for measure in measures_in(summary)]
     if summary["passkey"]:
         made.append(_passkey_table(results))
     if len(summary["methods"]) > 1:
@@ -248,7 +253,7 @@ def _passkey_table(results: Mapping[str, Any]) -> Table:
 
 def _pairs_table(results: Mapping[str, Any]) -> Table:
     summary = results["summary"]
-    measure = next(iter(summary["perplexity"]))
+    measure = measures_in(summary)[0]
     pairs = [pair for pair in summary["pairs"] if pair["measure"] == measure]
     lengths = sorted({pair["length"] for pair in pairs})
     first = summary["methods"][0]["method"]

@@ -1,0 +1,477 @@
+"""Put any encoding into a pretrained Hugging Face decoder, without touching its code.
+
+The model's own rotation is made the identity, so that its cache holds keys as they were projected, and one attention
+function does everything that depends on positions. That makes methods right with a cache that need raw keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from milepost.attention import attend
+from milepost.encoding import Encoding, build_for, parse_spec
+from milepost.encodings.frequencies import FrequencyMethod
+from milepost.encodings.rotary import RoPE
+from milepost.extend.own_attention import attention_modules, route
+from milepost.extend.probe import (
+    LayerRotation,
+    decoder_of,
+    layer_rotations,
+    make_identity,
+    rotary_modules,
+    text_config,
+)
+from milepost.positions import Positions
+from milepost.terms import Terms
+
+_COUNTER = itertools.count()
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+MODULE_NAME = "milepost_encodings"
+"""Under this name the encodings are part of the model while attached, so that they are trained, moved and saved."""
+ABSOLUTE = ("wpe", "embed_positions", "position_embeddings", "wpe_embeddings")
+"""Attribute names of learned position tables in Hugging Face decoders."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What one forward pass of a model means for one kind of mask: carried by the mask tensor to every layer."""
+
+    positions: Positions
+    terms: dict[int, Terms]
+
+
+class Attachment:
+    """An encoding at work in a model; ``detach()`` (or leaving the ``with`` block) restores the model exactly.
+
+    Attributes:
+        model: the model.
+        rotations: what each layer did by itself.
+        encodings: what each layer does now.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        encodings: dict[int, Encoding],
+        rotations: dict[int, LayerRotation],
+        *,
+        length: int | str,
+        keep_absolute: bool,
+        backend: str,
+        trained_length: int | None,
+    ) -> None:
+        self.model = model
+        self.encodings = encodings
+        self.rotations = rotations
+        self.length = length
+        self.backend = backend
+        self.trained_length = trained_length
+        self.key = f"milepost-{next(_COUNTER)}"
+        self._new_tokens = 0
+        self._rows: Tensor | None = None
+        self._by_cache: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+        self._pass: dict[str, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._install(keep_absolute)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        names = dict.fromkeys(encoding.name for encoding in self.encodings.values())
+        return f"Attachment({type(self.model).__name__}, {', '.join(names)}, length={self.length!r})"
+
+    @contextmanager
+    def expect(self, new_tokens: int) -> Iterator[None]:
+        """Inside, rows will grow by this many tokens: what ``length="fixed"`` counts on outside ``generate``."""
+        before, self._new_tokens = self._new_tokens, new_tokens
+        try:
+            yield
+        finally:
+            self._new_tokens = before
+
+    def detach(self) -> None:
+        """Restore the model. Safe to call twice."""
+        while self._undo:
+            self._undo.pop()()
+        if _ATTACHED.get(self.model) is self:
+            del _ATTACHED[self.model]
+
+    # ---- installation -----------------------------------------------------------------------------------------------
+
+    def _install(self, keep_absolute: bool) -> None:
+        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.modeling_utils import AttentionInterface
+
+        model, key = self.model, self.key
+        for module in rotary_modules(model):
+            self._undo.append(make_identity(module))
+        if not keep_absolute:
+            for name, module in model.named_modules():
+                if name.rsplit(".", 1)[-1] in ABSOLUTE and isinstance(module, nn.Embedding):
+                    self._undo.append(_silence(module))
+        before = model.config._attn_implementation
+        AttentionInterface.register(key, self._attention)
+        AttentionMaskInterface.register(key, self._mask)
+        self._undo.append(lambda: AttentionInterface._global_mapping.pop(key, None) and None)
+        self._undo.append(lambda: AttentionMaskInterface._global_mapping.pop(key, None) and None)
+        own = attention_modules(model)
+        for module in own.values():
+            self._undo.append(route(module, self._attention))
+        if own:
+            model.config._attn_implementation = key
+            self._undo.append(lambda: setattr(model.config, "_attn_implementation", before))
+        else:
+            model.set_attn_implementation(key)
+            self._undo.append(lambda: model.set_attn_implementation(before))
+        hook = decoder_of(model).register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._undo.append(hook.remove)
+        parts = nn.ModuleList(dict.fromkeys(self.encodings.values()))
+        model.add_module(MODULE_NAME, parts.train(model.training).to(model.device))
+        self._undo.append(lambda: delattr(model, MODULE_NAME))
+        if hasattr(model, "generate"):
+            self._wrap_generate()
+        _ATTACHED[model] = self
+
+    def _wrap_generate(self) -> None:
+        model, original = self.model, self.model.generate
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens") is not None:
+                raise ValueError(
+                    "assisted decoding crops the cache and reruns tokens, which changes what length-dependent "
+                    "encodings see; call generate without assistant_model and prompt_lookup_num_tokens"
+                )
+            self._rows = self._final_lengths(args, kwargs) if self.length == "fixed" else None
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._rows = None
+
+        model.generate = generate
+        self._undo.append(lambda: model.__dict__.pop("generate", None))
+
+    def _final_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """``(B,)``: tokens each row will have when generation ends."""
+        tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+        mask = kwargs.get("attention_mask")
+        config = kwargs.get("generation_config") or self.model.generation_config
+        if tokens is None:
+            raise ValueError("length='fixed' needs input_ids in generate, to know each row's prompt length")
+        counts = mask.sum(-1) if mask is not None else torch.full((tokens.shape[0],), tokens.shape[1])
+        new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+        if new is None:
+            longest = kwargs.get("max_length", getattr(config, "max_length", None)) or 20
+            new = max(0, int(longest) - tokens.shape[1])
+        beams = kwargs.get("num_beams", getattr(config, "num_beams", None)) or 1
+        returned = kwargs.get("num_return_sequences", getattr(config, "num_return_sequences", None)) or 1
+        copies = beams if beams > 1 else returned
+        return (counts + new).repeat_interleave(copies).to(self.model.device)
+
+    # ---- one forward pass -------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        self._pass = {
+            "cache": kwargs.get("cache", kwargs.get("past_key_values")),
+            "position_ids": kwargs.get("position_ids"),
+            "tokens": tokens,
+        }
+
+    def _mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Any = None,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        config: Any = None,
+        use_vmap: bool = False,
+        device: torch.device | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """A marker tensor that carries positions and terms to the layers (no mask of Q x K is ever made)."""
+        if use_vmap:
+            raise ValueError(
+                f"{type(self.model).__name__} adds a mask rule of its own (for images, say), which an attached "
+                "encoding cannot see; detach it for such inputs"
+            )
+        positions = self._positions(q_length, kv_length, q_offset, kv_offset, attention_mask, device)
+        sliding = local_size == getattr(config, "sliding_window", None)
+        local = Terms(window=local_size) if sliding else Terms(chunk=local_size)
+        made: dict[int, Terms] = {}
+        terms = {}
+        for layer, encoding in self.encodings.items():
+            if id(encoding) not in made:
+                made[id(encoding)] = encoding(positions) + local
+            terms[layer] = made[id(encoding)]
+        marker = torch.empty(batch_size, 0, dtype=torch.bool, device=device)
+        marker.milepost_call = Call(positions, terms)  # type: ignore[attr-defined]
+        return marker
+
+    def _positions(
+        self,
+        queries: int,
+        keys: int,
+        q_offset: int | Tensor,
+        kv_offset: int,
+        mask: Tensor | None,
+        device: torch.device | None,
+    ) -> Positions:
+        start: int | Tensor = q_offset - kv_offset
+        if isinstance(start, Tensor) and start.dim() == 0:
+            start = start.view(1)
+        given = self._pass.get("position_ids")
+        alone = isinstance(start, int) and start == 0 and keys == queries
+        if mask is not None and bool(mask.all()):
+            mask = None
+        if mask is None:
+            key = torch.arange(kv_offset, kv_offset + keys, device=device)[None]
+            if alone and given is not None and given.dim() == 2 and given.shape[1] > 1:
+                step = given[:, 1:] - given[:, :-1]
+                if not bool((step == 1).all()):
+                    return self._packed(given, step)
+            last = kv_offset + (start + queries if isinstance(start, int) else keys)
+            query = key[:, start : start + queries] if isinstance(start, int) else start + torch.arange(
+                queries, device=device
+            )[None] + kv_offset
+            positions = Positions(
+                query=query,
+                key=key,
+                query_start=start,
+                length=torch.full((1,), last, device=device),
+                slot_distance=True,
+            )
+        else:
+            seen = mask[:, kv_offset : kv_offset + keys]
+            if seen.shape[1] < keys:
+                seen = nn.functional.pad(seen, (0, keys - seen.shape[1]), value=True)
+            positions = Positions.from_mask(seen, side=_side(seen), queries=queries, query_start=start)
+            before = mask[:, :kv_offset].sum(-1, keepdim=True)
+            if kv_offset:
+                positions = replace(positions, query=positions.query + before, key=positions.key + before)
+            positions = replace(positions, length=mask.sum(-1))
+        return replace(positions, trained_length=self.trained_length, length=self._lengths(positions.length))
+
+    def _packed(self, given: Tensor, step: Tensor) -> Positions:
+        run = torch.zeros_like(given)
+        run[:, 1:] = (step != 1).cumsum(-1)
+        return replace(Positions.from_documents(run), trained_length=self.trained_length)
+
+    def _lengths(self, now: Tensor) -> Tensor:
+        """The length that length-dependent encodings read, per row."""
+        if isinstance(self.length, int):
+            return torch.full_like(now, self.length)
+        if self.length == "growing":
+            return now
+        if self._rows is not None:
+            return self._rows
+        cache = self._pass.get("cache")
+        if cache is None:
+            return now + self._new_tokens
+        if cache not in self._by_cache:
+            self._by_cache[cache] = now + self._new_tokens
+        return torch.maximum(self._by_cache[cache], now)
+
+    def _attention(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        call = getattr(attention_mask, "milepost_call", None)
+        if call is None:
+            raise ValueError(
+                f"{type(self.model).__name__} was given a mask of its own making; with an attached encoding pass a "
+                "2-D attention_mask (1 = token, 0 = padding) or none"
+            )
+        if s_aux is not None:
+            raise ValueError(f"{type(self.model).__name__} has attention sinks (s_aux), which attach does not serve")
+        terms = call.terms[int(module.layer_idx)]  # type: ignore[arg-type]
+        out = attend(
+            q, k, v, call.positions, terms, scale=scaling, dropout=dropout, softcap=softcap, backend=self.backend
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+
+def attach(
+    model: Any,
+    encoding: str | Encoding | FrequencyMethod = "own",
+    *,
+    length: int | str = "fixed",
+    keep_absolute: bool = False,
+    backend: str = "auto",
+    **options: Any,
+) -> Attachment:
+    """Replace the position signal of a Hugging Face decoder: ``attach(model, "yarn", factor=4)``.
+
+    Args:
+        model: a decoder that uses transformers' attention interface (llama, mistral, qwen, gemma, phi, olmo, granite,
+            smollm, gpt-neox, cohere, glm, llama4-text, gpt2, opt …).
+        encoding: ``"own"`` (the model's own settings, computed here), the name of an encoding or frequency method with
+            ``options`` (what the model fixes, its base, layout and rotated width, is filled in), an
+            :class:`~milepost.encoding.Encoding`, or a frequency method.
+        length: what length-dependent methods read. ``"fixed"``: each row's prompt plus the new tokens of ``generate``
+            (or of ``Attachment.expect``), so that token-by-token decoding equals one full pass; ``"growing"``: each
+            row's current length, which cannot equal a full pass beyond one layer, because lower layers' states were
+            made under earlier frequencies; a number: that length for all rows.
+        keep_absolute: keep a learned position embedding (gpt2, opt) beside the new encoding.
+        backend: of :func:`milepost.attend`.
+
+    Layers without a rotation of their own (NoPE layers) keep none. Where a model has sliding-window and full layers,
+    a rotary method replaces the rotation of the full layers and the sliding ones keep theirs.
+
+    Returns:
+        An :class:`Attachment`; use it as a context manager, or call :func:`detach`.
+
+    Raises:
+        ValueError: a model that cannot be served (latent attention, attention sinks, an own attention code), or one
+            that does not rotate as its config says.
+    """
+    if model in _ATTACHED:
+        raise ValueError(f"{_ATTACHED[model]!r} is attached already; call milepost.detach(model) first")
+    if not isinstance(length, int) and length not in ("fixed", "growing"):
+        raise ValueError(f"length is 'fixed', 'growing' or a number of tokens; got {length!r}")
+    rotations = layer_rotations(model)
+    config = text_config(model)
+    encodings = _encodings(config, rotations, encoding, options)
+    return Attachment(
+        model,
+        encodings,
+        rotations,
+        length=length,
+        keep_absolute=keep_absolute or encoding == "own",
+        backend=backend,
+        trained_length=_trained_length(config, rotations),
+    )
+
+
+def detach(model: Any) -> None:
+    """Undo :func:`attach`. Does nothing to a model without an attached encoding."""
+    attachment = _ATTACHED.get(model)
+    if attachment is not None:
+        attachment.detach()
+
+
+def _trained_length(config: Any, rotations: dict[int, LayerRotation]) -> int | None:
+    for rotation in rotations.values():
+        trained = getattr(rotation.method, "trained_length", None)
+        if trained:
+            return int(trained)
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+
+
+def _encodings(
+    config: Any,
+    rotations: dict[int, LayerRotation],
+    encoding: str | Encoding | FrequencyMethod,
+    options: dict[str, Any],
+) -> dict[int, Encoding]:
+    """Layer -> encoding; layers that mean the same share one object."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    types = getattr(config, "layer_types", None) or []
+    mixed = "full_attention" in types and any("sliding" in t for t in types)
+    trained = _trained_length(config, rotations)
+    made: dict[Any, Encoding] = {}
+
+    def rope(rotation: LayerRotation, method: FrequencyMethod | None) -> Encoding:
+        assert rotation.method is not None
+        method = method or rotation.method
+        return RoPE(
+            head_dim=head_dim,
+            base=getattr(method, "base", 10000.0),
+            partial=rotation.rotary_dim / head_dim,
+            layout=rotation.layout,
+            scaling=method,
+        )
+
+    def build(rotation: LayerRotation) -> Encoding:
+        if isinstance(encoding, Encoding):
+            return encoding
+        if isinstance(encoding, FrequencyMethod):
+            return rope(rotation, encoding)
+        name, more = parse_spec(encoding)
+        base = getattr(rotation.method, "base", None)
+        geometry = {
+            "num_heads": config.num_attention_heads,
+            "head_dim": head_dim,
+            "width": config.hidden_size,
+            "num_layers": config.num_hidden_layers,
+            "vocab_size": config.vocab_size,
+            "trained_length": trained,
+            "base": base,
+            "layout": rotation.layout if rotation.layout != "none" else None,
+            "partial": rotation.rotary_dim / head_dim if rotation.rotary_dim else None,
+        }
+        known = {key: value for key, value in geometry.items() if value is not None}
+        return build_for(name, known, **{**more, **options})
+
+    found: dict[int, Encoding] = {}
+    rotary_model = any(rotation.layout != "none" for rotation in rotations.values())
+    for layer, rotation in rotations.items():
+        layer_type = types[layer] if layer < len(types) else None
+        if rotary_model and rotation.layout == "none":
+            key: Any = "nope"
+        elif encoding == "own" or (mixed and layer_type != "full_attention" and not isinstance(encoding, Encoding)):
+            key = ("own", rotation)
+        else:
+            key = ("new", rotation)
+        if key not in made:
+            if key == "nope":
+                made[key] = build_for("nope", {})
+            elif key[0] == "own" and rotation.layout == "none":
+                made[key] = _unrotated(config)
+            else:
+                made[key] = rope(rotation, None) if key[0] == "own" else build(rotation)
+        found[layer] = made[key].for_layer(layer)
+    return found
+
+
+def _unrotated(config: Any) -> Encoding:
+    """What a model without rotation adds in its attention: BLOOM's and MPT's slopes, or nothing."""
+    if config.model_type in ("bloom", "mpt"):
+        heads = config.num_attention_heads
+        return build_for("alibi", {"num_heads": heads}, order="official" if config.model_type == "bloom" else "mpt")
+    return build_for("nope", {})
+
+
+def _side(mask: Tensor) -> str | None:
+    """Where the padding of a ``(B, K)`` mask stands, read on the host."""
+    steps = mask[:, 1:].int() - mask[:, :-1].int()
+    if not bool((steps < 0).any()):
+        return "left"
+    if not bool((steps > 0).any()):
+        return "right"
+    return None
+
+
+def _silence(module: nn.Embedding) -> Callable[[], None]:
+    """Let a learned position table answer zeros; returns a function that restores it."""
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(original(*args, **kwargs))
+
+    module.forward = forward  # type: ignore[method-assign]  # the instance's own forward, undone by the caller
+    return lambda: module.__dict__.pop("forward", None) and None

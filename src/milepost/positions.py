@@ -301,20 +301,19 @@ class Positions:
     def allowed(self, *, window: int | None = None, chunk: int | None = None) -> Tensor:
         """``(B|1, Q, K)`` bool: which query may see which key. Decided by slots, documents and padding only.
 
-        ``window`` keeps slot distances below it (on both sides where attention is bidirectional); ``chunk`` keeps
+        ``window`` keeps distances below it, in tokens (on both sides where attention is bidirectional); ``chunk`` keeps
         keys of the query's own chunk of that many tokens, counted from the row's (or document's) first token.
         """
         query, key = self.query_slots()[None, :, None], self.key_slots()[None, None, :]
         ok = key <= query if self.causal else torch.ones_like(key <= query)
         if window is not None:
-            ok = ok & (query - key < window) & (key - query < window)
+            ok = ok & (self.token_distance().abs() < window)
         if self.query_document is not None and self.key_document is not None:
             ok = ok & (self.query_document[:, :, None] == self.key_document[:, None, :])
         if self.key_present is not None:
             ok = ok & self.key_present[:, None, :]
         if chunk is not None:
-            begin = self._row_start()
-            ok = ok & ((query - begin) // chunk == (key - begin) // chunk)
+            ok = ok & (self.token_distance(chunk=chunk) == 0)
         return ok
 
     def intervals(self, *, window: int | None = None, chunk: int | None = None) -> tuple[Tensor, Tensor] | None:

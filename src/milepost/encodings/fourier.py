@@ -1,4 +1,4 @@
-"""Rotary encodings that keep only the pairs a model could learn in training: HoPE, and FoPE's Fourier series of them."""
+"""Rotary encodings that keep only the pairs a model could learn in training: HoPE, and FoPE's Fourier series."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HoPEConfig(RotaryConfig):
     learnable=False,
     integration="multiply",
     injection="every",
-    source="Chen et al. 2024 (arXiv 2410.21216); not Hyperbolic HoPE (2509.05218), not the HoPE of vision-language models",
+    source="Chen et al. 2024 (arXiv 2410.21216); not Hyperbolic HoPE (2509.05218), nor that of vision-language models",
     summary="RoPE whose pairs of less than one turn in training do not rotate.",
 )
 class HoPE(Rotary):
@@ -70,7 +70,7 @@ class FoPEConfig(RotaryConfig):
         init: ``"fourier"``: identity plus Xavier-normal noise; ``"identity"``: no noise (HoPE's frequencies).
         gain: of the noise (published: .3 at 60M parameters, .4 at 180M, .6 at 1.2B).
         learn: train the coefficients (off as published).
-        sine_padding: sine of the channels without frequency: 0, no rotation; 1 is the authors' code, which mixes halves.
+        sine_padding: sine of the channels without frequency: 0, no rotation; 1, the authors' code, mixes halves.
     """
 
     num_heads: int

@@ -54,9 +54,7 @@ class VORoPE(Rotary):
 
         def value(v: Tensor, at: str = "keys") -> Tensor:
             if v.shape[-1] < self.config.rotary_dim:
-                raise ValueError(
-                    f"values of width {v.shape[-1]} cannot carry {self.config.rotary_dim} rotated channels"
-                )
+                raise ValueError(f"values of width {v.shape[-1]} cannot carry {self.config.rotary_dim} channels")
             return plain.key(v, at)
 
         return Terms(

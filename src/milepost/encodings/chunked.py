@@ -71,8 +71,8 @@ class ThreeDRPEConfig(RotaryConfig):
 class ThreeDRPE(Rotary):
     """3D-RPE: position m of chunk j turns a pair by ``m theta_p - phi_j``, with ``phi_j = j * phase``.
 
-    The poster writes ``e^(i m theta) (cos phi_j h' + sin phi_j h)`` with ``h' = i h``: the same up to a constant quarter
-    turn, which cancels in scores: ``Re[q conj(k) e^(i((m - n) theta - (phi_j - phi_k)))]``.
+    The poster writes ``e^(i m theta) (cos phi_j h' + sin phi_j h)`` with ``h' = i h``: the same up to a quarter turn,
+    which cancels in scores: ``Re[q conj(k) e^(i((m - n) theta - (phi_j - phi_k)))]``.
 
     Keys stand at ``j mod c`` (c = chunk). A query stands at ``i mod c`` for keys of its own chunk, at
     ``min(i mod c + c, c + local)`` for the chunk before, and at ``min(2c - 1, c + local)`` for older ones, so that no
@@ -82,8 +82,8 @@ class ThreeDRPE(Rotary):
     Shapes: three branches over whole chunks. Chunks are counted from each row's or document's first token.
     Raises ValueError without a trained length or chunk; for bidirectional attention (chunks scheme); for mapped
     positions, which have no chunks.
-    Source: Ma et al. 2024 (arXiv 2406.09897), poster and code. The code's phases are ``10000^(-j)`` (nil after the first
-    chunk), of the other sign, and rotate overlapping pairs of chunks twice, in place: not followed. ``phase`` is free.
+    Source: Ma et al. 2024 (arXiv 2406.09897), poster and code. The code's phases are ``10000^(-j)`` (nil from the
+    second chunk on), of the other sign, and rotate overlapping pairs of chunks twice, in place: not followed. ``phase`` is free.
     """
 
     Config = ThreeDRPEConfig

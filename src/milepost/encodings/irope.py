@@ -122,8 +122,8 @@ class IRoPEConfig(EncodingConfig):
 class IRoPE(PerLayer):
     """iRoPE: layers are local with RoPE, except every fourth, which is global without positions.
 
-    Layer l (from 0) is global iff ``(l + 1) % interval == 0``. Local layers attend inside chunks; global layers multiply
-    queries by ``1 + attn_scale * ln(floor((position + 1) / floor_scale) + 1)``.
+    Layer l (from 0) is global iff ``(l + 1) % interval == 0``. Local layers attend inside chunks; global layers
+    multiply queries by ``1 + attn_scale * ln(floor((position + 1) / floor_scale) + 1)``.
 
     A schedule: ``for_layer(l)`` is the encoding of a layer. Raises ValueError for an interval below 2.
     Source: Llama 4's code. Its configuration inverts the name: ``no_rope_layers`` holds 1 where a layer *does* rotate.

@@ -95,8 +95,8 @@ class Learned(Encoding):
         upper = (lower + 1).clamp(max=last)
         return self.table[lower] * (1 - share) + self.table[upper] * share
 
-    def embed(self, x: Tensor, positions: Positions, tokens: Tensor | None = None) -> Tensor:
-        check_input(x, positions, self.config.width, self.name)
+    def code(self, positions: Positions) -> Tensor:
+        """The codes ``(B|1, Q, width)`` of the queries; raises as the class says."""
         at = positions.query
         present = present_queries(positions)
         if present is not None:
@@ -109,4 +109,8 @@ class Learned(Encoding):
                     f"{self.config.trained_length} rows; shorten the input, or say what to do there with "
                     "beyond='clamp', 'modulo' or 'interpolate'"
                 )
-        return add(x, self.rows(at, positions.length))
+        return self.rows(at, positions.length)
+
+    def embed(self, x: Tensor, positions: Positions, tokens: Tensor | None = None) -> Tensor:
+        check_input(x, positions, self.config.width, self.name)
+        return add(x, self.code(positions))

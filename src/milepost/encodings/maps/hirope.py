@@ -13,8 +13,8 @@ from torch import Tensor
 
 from milepost.encoding import Encoding, EncodingConfig, register
 from milepost.encodings.absolute.common import of_queries
-from milepost.encodings.maps.segmented import NEWLINE, segments
 from milepost.encodings.rotary import Layout, rotate
+from milepost.encodings.separators import NEWLINE, segments
 from milepost.positions import Positions
 from milepost.terms import Branch, Terms
 

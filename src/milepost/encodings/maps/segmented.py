@@ -10,53 +10,9 @@ from torch import Tensor, nn
 
 from milepost.encoding import Encoding, EncodingConfig, PositionMap, build, register
 from milepost.encodings.absolute.common import add, check_input, of_queries
+from milepost.encodings.separators import FULL_STOP, NEWLINE, check_separators, segments
 from milepost.positions import Positions
 from milepost.terms import Terms
-
-NEWLINE, FULL_STOP = 10, 46
-"""Byte ids, the separators of the byte tokenizer."""
-
-
-def segments(tokens: Tensor, positions: Positions, separators: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """For every key slot: how many separators its document had before it, and its place in its segment.
-
-    A separator belongs to the segment it closes. Padding neither counts nor separates.
-
-    Shapes: tokens ``(B, K)``; two int64 tensors ``(B, K)``.
-    Raises ValueError when ``tokens`` are not the ids of all keys.
-    """
-    if tokens is None or tokens.shape[-1] != positions.num_keys:
-        raise ValueError(
-            f"segments are found in the ids of all {positions.num_keys} keys, (batch, keys); got "
-            f"{'none' if tokens is None else tuple(tokens.shape)}"
-        )
-    closes = torch.zeros_like(tokens, dtype=torch.bool)
-    for separator in separators:
-        closes = closes | (tokens == separator)
-    if positions.key_present is not None:
-        closes = closes & positions.key_present
-        order = (positions.key_present.long().cumsum(-1) - 1).clamp(min=0).expand_as(tokens)
-    else:
-        order = torch.arange(positions.num_keys, device=tokens.device).expand_as(tokens)
-    before = closes.long().cumsum(-1) - closes.long()
-    begin = _before(torch.where(closes, order + 1, 0).cummax(-1).values)
-    if positions.key_document is not None:
-        document = positions.key_document.expand_as(tokens)
-        first = torch.zeros_like(closes)
-        first[:, 1:] = document[:, 1:] != document[:, :-1]
-        begin = torch.maximum(begin, torch.where(first, order, 0).cummax(-1).values)
-        before = before - torch.where(first, before, 0).cummax(-1).values
-    return before, (order - begin).clamp(min=0)
-
-
-def _before(per_slot: Tensor) -> Tensor:
-    """Each slot's predecessor's value; 0 at the first."""
-    return torch.cat([torch.zeros_like(per_slot[:, :1]), per_slot[:, :-1]], dim=-1)
-
-
-def _check_separators(separators: tuple[int, ...]) -> None:
-    if any(not isinstance(i, int) or i < 0 for i in separators):
-        raise ValueError(f"separators are token ids, such as ({NEWLINE}, {FULL_STOP}); got {separators!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +26,7 @@ class SegmentedConfig(EncodingConfig):
     separators: tuple[int, ...] = (NEWLINE, FULL_STOP)
 
     def __post_init__(self) -> None:
-        _check_separators(self.separators)
+        check_separators(self.separators)
 
 
 class Segmented(PositionMap):
@@ -87,7 +43,7 @@ class Segmented(PositionMap):
     needs_tokens = True
 
     def forward(self, positions: Positions, tokens: Tensor | None = None) -> Positions:
-        index, _ = segments(tokens, positions, self.config.separators)  # type: ignore[arg-type]  # checked there
+        index, _ = segments(tokens, positions, self.config.separators)
         return positions.mapped(of_queries(index, positions), index)
 
 
@@ -117,7 +73,7 @@ class BiPEConfig(EncodingConfig):
     std: float = 0.02
 
     def __post_init__(self) -> None:
-        _check_separators(self.separators)
+        check_separators(self.separators)
         if self.between not in ("rope", "alibi"):
             raise ValueError(f"between is 'rope' or 'alibi'; got {self.between!r}")
         if self.rows < 1:
@@ -186,7 +142,7 @@ class BiPE(Encoding):
 
     def embed(self, x: Tensor, positions: Positions, tokens: Tensor | None = None) -> Tensor:
         check_input(x, positions, self.config.width, self.name)
-        _, place = segments(tokens, positions, self.config.separators)  # type: ignore[arg-type]  # checked there
+        _, place = segments(tokens, positions, self.config.separators)
         rows = of_queries(place, positions).clamp(max=self.config.rows - 1)
         return add(x, self.table[rows])
 

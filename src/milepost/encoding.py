@@ -195,10 +195,16 @@ class Mapped(Encoding):
         self.encoding = encoding
         self.needs_tokens = position_map.needs_tokens or encoding.needs_tokens  # type: ignore[misc]  # per instance
 
+    # A map is asked only where its answer is read: an unread draw would move torch's generator, but not when compiled.
+
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
+        if type(self.encoding).terms is Encoding.terms:
+            return self.encoding(positions, tokens)
         return self.encoding(self.position_map(positions, tokens), tokens)
 
     def embed(self, x: Tensor, positions: Positions, tokens: Tensor | None = None) -> Tensor:
+        if type(self.encoding).embed is Encoding.embed:
+            return x
         return self.encoding.embed(x, self.position_map(positions, tokens), tokens)
 
     def for_layer(self, layer: int) -> Encoding:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from milepost.encoding import Encoding, EncodingConfig, register
 from milepost.encodings.bias import block_of
-from milepost.kernels import Kernel, Start, make_kernel, naive_log_mean, new_parameter
+from milepost.kernels import Kernel, Start, as_float, make_kernel, naive_log_mean, new_parameter
 from milepost.positions import Positions
 from milepost.terms import DistanceBias, PairBias, Terms, distance_bias
 
@@ -171,6 +171,7 @@ class MEP(Encoding):
         if self.config.naive_bf16:
             rounded = distance.to(torch.bfloat16)
             return naive_log_mean([kernel.formula(rounded) for kernel in self.kernels]).float()
+        distance = as_float(distance, *self.parameters())
         logs = torch.stack([kernel.log_kernel(distance) for kernel in self.kernels])
         shape = (len(self.kernels), -1, *[1] * distance.dim())
         if self.log_weights is None:

@@ -12,7 +12,7 @@ starts what is missing, `summary` makes means, intervals and paired differences 
 from __future__ import annotations
 
 from milepost.compare.settings import PRESETS, Settings, SettingsError, preset
-from milepost.compare.sweep import SCHEMA, Outcome, compare
 from milepost.compare.summary import summarise
+from milepost.compare.sweep import SCHEMA, Outcome, compare
 
 __all__ = ["PRESETS", "SCHEMA", "Outcome", "Settings", "SettingsError", "compare", "preset", "summarise"]

@@ -75,13 +75,11 @@ def model_config(settings: Settings, method: str, *, vocab_size: int, passkey: b
     )
 
 
-def _language_model(settings: Settings, method: str, seed: int, work: Path, share: _Shares) -> dict[str, Any]:
-    from milepost.evaluate import measure_lengths
-    from milepost.report import bias_curves
-    from milepost.train import TrainConfig, train
+def train_config(settings: Settings, *, seed: int, log_to: str = "none") -> Any:
+    """How the language model is trained."""
+    from milepost.train import TrainConfig
 
-    corpus = load_data(settings)
-    config = TrainConfig(
+    return TrainConfig(
         steps=settings.steps,
         length=settings.train_length,
         batch_size=settings.batch_size,
@@ -95,7 +93,17 @@ def _language_model(settings: Settings, method: str, seed: int, work: Path, shar
         device=settings.device,
         seed=seed,
         checkpoint_every=settings.checkpoint_every if settings.checkpoint_every < settings.steps else 0,
+        log_to=log_to,  # type: ignore[arg-type]  # checked by TrainConfig
     )
+
+
+def _language_model(settings: Settings, method: str, seed: int, work: Path, share: _Shares) -> dict[str, Any]:
+    from milepost.evaluate import measure_lengths
+    from milepost.report import bias_curves
+    from milepost.train import train
+
+    corpus = load_data(settings)
+    config = train_config(settings, seed=seed)
     geometry = model_config(settings, method, vocab_size=corpus.vocab_size)
     progress = share.training("train", "training")
     trained = train(geometry, config, corpus, work / "language", progress=progress)

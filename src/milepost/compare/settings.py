@@ -109,7 +109,8 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Settings:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**given)
 
     # ---- checks ----
 
@@ -166,8 +167,8 @@ class Settings:
             problems.append(f"--test-lengths has {shortest}: lengths are at least 1")
         if longest < self.train_length:
             problems.append(
-                f"the longest of --test-lengths, {longest}, is shorter than --train-length {self.train_length}, so nothing "
-                f"beyond the trained length would be measured: test at {self.train_length} or more"
+                f"the longest of --test-lengths, {longest}, is shorter than --train-length {self.train_length}, so "
+                f"nothing beyond the trained length would be measured: test at {self.train_length} or more"
             )
         if "last" in self.measures and self.last > shortest:
             problems.append(
@@ -178,7 +179,7 @@ class Settings:
             needed = PasskeyTask.small().min_length
             if self.passkey_train_length < needed:
                 problems.append(
-                    f"--passkey-train-length {self.passkey_train_length} cannot hold a prompt, which takes {needed} tokens"
+                    f"--passkey-train-length {self.passkey_train_length} cannot hold a prompt: use {needed} or more"
                 )
             if not self.passkey_test_lengths or max(self.passkey_test_lengths) < self.passkey_train_length:
                 problems.append(
@@ -200,11 +201,13 @@ class Settings:
             if width % heads:
                 near = max(round(width / heads), 1) * heads
                 problems.append(
-                    f"{width_flag} {width} does not divide into {heads_flag} {heads}: use {width_flag} {near}, or a number "
-                    f"of heads that divides {width}"
+                    f"{width_flag} {width} does not divide into {heads_flag} {heads}: use {width_flag} {near}, or a "
+                    f"number of heads that divides {width}"
                 )
         if self.kv_heads and self.heads % self.kv_heads:
-            problems.append(f"--heads {self.heads} do not share --kv-heads {self.kv_heads} evenly: use a divisor of {self.heads}")
+            problems.append(
+                f"--heads {self.heads} do not share --kv-heads {self.kv_heads} evenly: use a divisor of {self.heads}"
+            )
         return problems
 
     def _check_methods(self) -> list[str]:
@@ -214,7 +217,9 @@ class Settings:
                 for part in method.replace("/", "+").split("+"):
                     entry = find(parse_spec(part)[0])
                     if not entry.trainable:
-                        problems.append(f"{method!r}: {entry.name} is for models that are trained already, see milepost stretch")
+                        problems.append(
+                            f"{method!r}: {entry.name} is for models that are trained already, see milepost stretch"
+                        )
                         break
                 else:
                     from_spec(method, self.geometry())
@@ -315,8 +320,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "checkpoint_every": 10,
     },
 }
-"""quick: the main job in minutes on two cores. small: about an hour. kerple: the published setting, for GPUs. tiny: 20 steps,
-whether everything runs at all; its numbers mean nothing."""
+"""quick: the main job in minutes on two cores. small: about an hour. kerple: the published setting, for GPUs. tiny: 20
+steps, to see whether everything runs at all; its numbers mean nothing."""
 
 
 def preset(name: str, **changes: Any) -> Settings:
@@ -335,7 +340,9 @@ def preset(name: str, **changes: Any) -> Settings:
     settings = Settings(**{**PRESETS[name], **changes})
     if ALL_TRAINABLE in settings.methods:
         trainable = tuple(entry.name for entry in catalogue() if entry.trainable)
-        methods = dict.fromkeys(m for given in settings.methods for m in (trainable if given == ALL_TRAINABLE else (given,)))
+        methods = dict.fromkeys(
+            m for given in settings.methods for m in (trainable if given == ALL_TRAINABLE else (given,))
+        )
         settings = dataclasses.replace(settings, methods=tuple(methods))
     return settings
 

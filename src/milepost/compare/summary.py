@@ -4,7 +4,8 @@ A summary is plain JSON values and is what `milepost.report` reads:
 
     perplexity   measure -> {"targets", "cells": [{method, length, value, low, high, spread, in_range}]}
     positions    [{method, low, high, targets, mean}]: loss by tokens of context, at the longest length
-    passkey      {"chance_token", "chance_exact", "prompts", "cells": [{method, length, exact, low, high, token, in_range}]}
+    passkey      {"chance_token", "chance_exact", "prompts", "train_length",
+                  "cells": [{method, length, exact, low, high, spread, token, in_range}]}
     pairs        [{measure, length, a, b, difference, low, high}]: nats a token, a minus b, on the same targets
     methods      [{method, parameters, encoding_parameters, seeds}] in the order of the ranking
 """

@@ -146,7 +146,9 @@ def assemble(
     speeds = [
         {
             "method": row["method"],
-            "train_tokens_per_second": _mean([run["timing"]["train_tokens_per_second"] for run in runs if run["method"] == row["method"]]),
+            "train_tokens_per_second": _mean(
+                [run["timing"]["train_tokens_per_second"] for run in runs if run["method"] == row["method"]]
+            ),
         }
         for row in summary["methods"]
     ]
@@ -185,13 +187,14 @@ def headline(results: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     """Title, one paragraph of what came out, and what a reader must know beside it."""
     settings, summary = results["settings"], results["summary"]
     count = len(summary["methods"])
-    title = f"Length extrapolation: {count} encoding{'s' if count != 1 else ''}, trained at {settings['train_length']} tokens"
+    plural = "s" if count != 1 else ""
+    title = f"Length extrapolation: {count} encoding{plural}, trained at {settings['train_length']} tokens"
     tokens = settings["steps"] * settings["batch_size"] * settings["accumulation"] * settings["train_length"]
     seeds = settings["seeds"]
     lead = (
-        f"Each trained for {settings['steps']:,} steps ({tokens:,} tokens) on {results['data'].get('name', settings['data'])} "
-        f"with {seeds} seed{'s' if seeds != 1 else ''}, tested on held-out documents at up to "
-        f"{max(settings['test_lengths'])} tokens."
+        f"Each trained for {settings['steps']:,} steps ({tokens:,} tokens) on "
+        f"{results['data'].get('name', settings['data'])} with {seeds} seed{'s' if seeds != 1 else ''}, tested on "
+        f"held-out documents at up to {max(settings['test_lengths'])} tokens."
     )
     verdict = _verdict(results)
     if verdict:
@@ -200,8 +203,8 @@ def headline(results: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     methods = [row["method"] for row in summary["methods"]]
     if CONTROL in methods and any(method.startswith("mep") for method in methods):
         notes.append(
-            f"{CONTROL} is a control: ALiBi with doubled slopes. A mixture of kernels has shown something only where it is "
-            f"better than this row too."
+            f"{CONTROL} is a control: ALiBi with doubled slopes. A mixture of kernels has shown something only "
+            f"where it is better than this row too."
         )
     if seeds == 1:
         notes.append("One seed: intervals are over documents, and say nothing of how another training would turn out.")
@@ -237,14 +240,18 @@ def _verdict(results: Mapping[str, Any]) -> str:
 
 def _describe(result: Mapping[str, Any]) -> str:
     """A finished run in a few words."""
-    cells = [cell for cell in result.get("perplexity", []) if cell["measure"] == "windows"] or result.get("perplexity", [])
+    cells = [cell for cell in result.get("perplexity", []) if cell["measure"] == "windows"] or result.get(
+        "perplexity", []
+    )
     words = []
     if cells:
         first, last = cells[0], cells[-1]
-        words.append(f"perplexity {first['perplexity']:.2f} at {first['length']}, {last['perplexity']:.2f} at {last['length']}")
-    passkey = result.get("passkey")
-    if passkey:
-        words.append(f"passkey {passkey[0]['exact']:.2f} at {passkey[0]['length']}, {passkey[-1]['exact']:.2f} at {passkey[-1]['length']}")
+        words.append(
+            f"perplexity {first['perplexity']:.2f} at {first['length']}, {last['perplexity']:.2f} at {last['length']}"
+        )
+    if result.get("passkey"):
+        first, last = result["passkey"][0], result["passkey"][-1]
+        words.append(f"passkey {first['exact']:.2f} at {first['length']}, {last['exact']:.2f} at {last['length']}")
     return "; ".join(words)
 
 

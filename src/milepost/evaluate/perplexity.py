@@ -306,7 +306,7 @@ def _by_region(measure: str, windows: Windows, losses: npt.NDArray[np.float32], 
     return LengthLoss(
         measure=measure,
         length=windows.length,
-        nats=np.bincount(windows.region, weights=sums, minlength=len(regions)),
+        nats=np.bincount(windows.region, weights=sums, minlength=len(regions)).astype(np.float64),
         counts=np.bincount(windows.region, weights=counted.sum(1), minlength=len(regions)).astype(np.int64),
         documents=regions.document.copy(),
     )

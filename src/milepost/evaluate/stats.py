@@ -23,21 +23,19 @@ class Interval:
     high: float
 
 
-def _clusters(
-    sums: npt.ArrayLike, counts: npt.ArrayLike, groups: npt.ArrayLike
-) -> tuple[Floats, Floats]:
+def _clusters(sums: npt.ArrayLike, counts: npt.ArrayLike, groups: npt.ArrayLike) -> tuple[Floats, Floats]:
     """Sums and counts by group (document), in the order of the groups' numbers."""
     totals, weights = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     labels, index = np.unique(np.asarray(groups), return_inverse=True)
     if not len(totals) == len(weights) == len(index) or not len(index):
         raise ValueError(
-            f"sums, counts and groups need the same length of at least 1; got {len(totals)}, {len(weights)}, {len(index)}"
+            f"sums, counts and groups need one length, at least 1; got {len(totals)}, {len(weights)}, {len(index)}"
         )
     if (weights <= 0).any():
         raise ValueError("every entry needs at least one target; some counts are 0 or less")
     return (
-        np.bincount(index, weights=totals, minlength=len(labels)),
-        np.bincount(index, weights=weights, minlength=len(labels)),
+        np.bincount(index, weights=totals, minlength=len(labels)).astype(np.float64),
+        np.bincount(index, weights=weights, minlength=len(labels)).astype(np.float64),
     )
 
 

@@ -88,7 +88,7 @@ def _figure(name: str, figure: Any) -> str:
 
 def _failures(failures: Sequence[Mapping[str, Any]]) -> str:
     rows = "".join(
-        f"<li><b>{html.escape(str(f['method']))}, seed {html.escape(str(f['seed']))}</b>: {html.escape(str(f['message']))}</li>"
+        f"<li><b>{html.escape(str(f['method']))}, seed {f['seed']}</b>: {html.escape(str(f['message']))}</li>"
         for f in failures
     )
     return f'<section class="failures"><h3>Runs that failed</h3><ul>{rows}</ul></section>'
@@ -99,7 +99,11 @@ def _details(title: str, values: Mapping[str, Any]) -> str:
         f"<tr><th scope=row class=left>{html.escape(key)}</th><td class=left>{html.escape(value)}</td></tr>"
         for key, value in _flat(values)
     )
-    return f'<details><summary>{html.escape(title)}</summary><div class="scroll"><table>{rows}</table></div></details>' if rows else ""
+    return (
+        f'<details><summary>{html.escape(title)}</summary><div class="scroll"><table>{rows}</table></div></details>'
+        if rows
+        else ""
+    )
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -79,9 +79,7 @@ def perplexity_figure(
     return figure
 
 
-def positions_figure(
-    rows: Sequence[Mapping[str, Any]], trained: int, looks: Mapping[str, Mapping[str, Any]]
-) -> Figure:
+def positions_figure(rows: Sequence[Mapping[str, Any]], trained: int, looks: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Mean loss against the number of tokens of context, inside windows of the longest length."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -195,7 +193,10 @@ def _decades(axes: Axes) -> None:
 
 
 def _plain_number() -> Callable[[float, int | None], str]:
-    return lambda value, _position=None: short(value)
+    def text(value: float, _position: int | None = None) -> str:
+        return short(value)
+
+    return text
 
 
 def short(value: float) -> str:
@@ -246,7 +247,7 @@ def _length_axis(axes: Axes, lengths: Sequence[int], trained: int, ticks: Sequen
     from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log", base=2)
-    low, high = lengths[0], max(lengths[-1], trained)
+    low, high = float(lengths[0]), float(max(lengths[-1], trained))
     if low == high:
         low, high = low / 2, high * 2
     margin = (high / low) ** 0.025

@@ -91,7 +91,12 @@ def attention_by_distance(encoding: Encoding, geometry: Geometry, *, length: int
             q = torch.randn(1, heads, 1, dim, generator=generator)
             k = torch.randn(1, heads, length, dim, generator=generator)
             if embedded is not None and bool(embedded.any()):
-                x = embedded.view(1, length, heads, dim).transpose(1, 2) * math.sqrt(dim) / embedded.norm() * math.sqrt(length)
+                x = (
+                    embedded.view(1, length, heads, dim).transpose(1, 2)
+                    * math.sqrt(dim)
+                    / embedded.norm()
+                    * math.sqrt(length)
+                )
                 q, k = q + x[:, :, -1:], k + x
             for begin in range(0, length, dim):  # the identity as values, a few columns at a time
                 v = torch.zeros(1, heads, length, dim)
@@ -275,7 +280,10 @@ def _attention_picture(weights: Tensor, title: str, trained: int | None) -> Figu
         distances = [max(d, 0.9) for d in range(weights.shape[1])]
         bins = distances_up_to(weights.shape[1], 40)
         for head, color in enumerate(head_colors(len(weights))):
-            smooth = [float(weights[head, low:high].mean()) for low, high in zip(bins, [*bins[1:], len(distances)], strict=True)]
+            smooth = [
+                float(weights[head, low:high].mean())
+                for low, high in zip(bins, [*bins[1:], len(distances)], strict=True)
+            ]
             axes.plot([max(b, 0.9) for b in bins], smooth, color=color, linewidth=1.8)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
@@ -306,9 +314,11 @@ def _wavelengths(encoding: Encoding, geometry: Geometry) -> Sequence[float]:
     turned = key(units, at="keys")[:, 0].double()
     cosine = (turned[:, 0] * turned[:, 1]).sum(-1) / (turned[:, 0].norm(dim=-1) * turned[:, 1].norm(dim=-1))
     sine = (1 - cosine.square()).clamp(min=0).sqrt()
-    moved = (turned[:, 1] / turned[:, 1].norm(dim=-1, keepdim=True) - turned[:, 0] / turned[:, 0].norm(dim=-1, keepdim=True)).norm(dim=-1)
+    moved = (
+        turned[:, 1] / turned[:, 1].norm(dim=-1, keepdim=True) - turned[:, 0] / turned[:, 0].norm(dim=-1, keepdim=True)
+    ).norm(dim=-1)
     angle = torch.where(cosine < 0.9, torch.atan2(sine, cosine), 2 * torch.asin((moved / 2).clamp(max=1)))
-    found = sorted((2 * math.pi / float(a) for a in angle if float(a) > 1e-7))
+    found = sorted(2 * math.pi / float(a) for a in angle if float(a) > 1e-7)
     return found[::2]
 
 

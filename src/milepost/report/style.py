@@ -21,7 +21,7 @@ def figure_style() -> AbstractContextManager[None]:
     """matplotlib settings for the duration of a `with`; nothing global is changed."""
     import matplotlib
 
-    settings: dict[str, Any] = {
+    settings: Any = {
         "font.family": "DejaVu Sans",
         "font.size": 11,
         "axes.titlesize": 12,

@@ -82,7 +82,9 @@ class Table:
             r"\toprule",
         ]
         if any(name for name, _, _ in groups):
-            lines.append(" & ".join(rf"\multicolumn{{{count}}}{{c}}{{{_latex(name)}}}" for name, _, count in groups) + r" \\")
+            lines.append(
+                " & ".join(rf"\multicolumn{{{count}}}{{c}}{{{_latex(name)}}}" for name, _, count in groups) + r" \\"
+            )
             lines += [rf"\cmidrule(lr){{{start + 1}-{start + count}}}" for name, start, count in groups if name]
         lines.append(" & ".join(_latex(c.title) for c in self.columns) + r" \\")
         lines.append(r"\midrule")
@@ -103,7 +105,9 @@ class Table:
         groups = self._groups()
         head = ""
         if any(name for name, _, _ in groups):
-            cells = "".join(f'<th colspan="{count}" class="group">{html.escape(name)}</th>' for name, _, count in groups)
+            cells = "".join(
+                f'<th colspan="{count}" class="group">{html.escape(name)}</th>' for name, _, count in groups
+            )
             head = f"<tr>{cells}</tr>"
         titles = "".join(
             f'<th scope="col" class="{"left" if c.left else ""}">{html.escape(c.title)}</th>' for c in self.columns
@@ -213,12 +217,18 @@ def _perplexity_table(results: Mapping[str, Any], measure: str) -> Table:
         if speed:
             line.append(Cell(f"{speed[method]['train_tokens_per_second']:,.0f}" if method in speed else ""))
         rows.append(tuple(line))
-    spread = "standard deviation over seeds" if several else f"half of a 95 % bootstrap interval over {table['documents']} documents"
+    spread = (
+        "standard deviation over seeds"
+        if several
+        else f"half of a 95 % bootstrap interval over {table['documents']} documents"
+    )
     caption = (
         f"{table['targets']:,} targets at every length, each counted once; ± {spread}; * best of a column; "
         f"sorted by the longest length; tokens/s of training."
     )
-    return Table(MEASURE_TITLES.get(measure, measure), tuple(columns), tuple(rows), caption, name=f"perplexity-{measure}")
+    return Table(
+        MEASURE_TITLES.get(measure, measure), tuple(columns), tuple(rows), caption, name=f"perplexity-{measure}"
+    )
 
 
 def _passkey_table(results: Mapping[str, Any]) -> Table:
@@ -244,9 +254,9 @@ def _passkey_table(results: Mapping[str, Any]) -> Table:
             line.append(Cell(f"{cell['exact']:.2f}", f"({cell['token']:.2f})", is_best))
         rows.append(tuple(line))
     caption = (
-        f"Share of exact answers (of right digits, in brackets) among {passkey['prompts']} prompts a length and seed, depths "
-        f"spread evenly; trained on prompts of up to {passkey['train_length']} tokens; chance {_chance(passkey['chance_exact'])} "
-        f"exact, {passkey['chance_token']:g} a digit."
+        f"Share of exact answers (of right digits, in brackets) among {passkey['prompts']} prompts a length and seed, "
+        f"depths spread evenly; trained on prompts of up to {passkey['train_length']} tokens; chance "
+        f"{_chance(passkey['chance_exact'])} exact, {passkey['chance_token']:g} a digit."
     )
     return Table("Passkey retrieval", columns, tuple(rows), caption, name="passkey")
 
@@ -271,8 +281,9 @@ def _pairs_table(results: Mapping[str, Any]) -> Table:
             line.append(Cell(f"{gap:+.3f}" + ("" if settled else " ?"), f"±{half:.3f}"))
         rows.append(tuple(line))
     caption = (
-        f"Loss minus that of {first}, in nats a token, on the same targets ({MEASURE_TITLES.get(measure, measure).lower()}): "
-        f"above 0 is worse. ± half of a 95 % bootstrap interval over documents; ? the interval holds 0."
+        f"Loss minus that of {first}, in nats a token, on the same targets "
+        f"({MEASURE_TITLES.get(measure, measure).lower()}): above 0 is worse. "
+        f"± half of a 95 % bootstrap interval over documents; ? the interval holds 0."
     )
     columns = (Column("method", left=True), *(Column(_length(length)) for length in lengths))
     return Table(f"Paired difference to {first}", columns, tuple(rows), caption, name="pairs")
@@ -311,7 +322,13 @@ def _count(parameters: int) -> str:
 
 
 def _latex(text: str) -> str:
-    special = {"\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special = {
+        "\\": r"\textbackslash{}",
+        "±": r"$\pm$",
+        "–": "--",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+    }
     special |= {character: "\\" + character for character in "&%$#_{}"}
     return "".join(special.get(character, character) for character in text)
 

@@ -22,9 +22,9 @@ class DifferentSettings(Failure, ValueError):
 
     def __init__(self, path: Path, differences: Mapping[str, tuple[Any, Any]]) -> None:
         self.differences = dict(differences)
-        lines = "\n".join(f"  {name}: {there!r} there, {asked!r} asked for" for name, (there, asked) in differences.items())
+        lines = "\n".join(f"  {name}: {a!r} there, {b!r} asked for" for name, (a, b) in differences.items())
         super().__init__(
-            f"{path} holds a sweep with other settings; give the settings it has, or another folder with --out:\n{lines}"
+            f"{path} holds a sweep with other settings; give those, or another folder with --out:\n{lines}"
         )
 
 
@@ -62,7 +62,7 @@ class SweepDirectory:
             except BlockingIOError:
                 owner = os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
                 raise SweepBusy(
-                    f"process {owner} is working in {self.path}: wait until it ends, or choose another folder with --out"
+                    f"process {owner} is working in {self.path}: wait until it ends, or give another folder with --out"
                 ) from None
             try:
                 os.ftruncate(handle, 0)
@@ -90,8 +90,8 @@ class SweepDirectory:
         strangers = sorted(p.name for p in self.path.iterdir() if p.name != "lock" and not p.name.startswith("."))
         if strangers:
             raise Failure(
-                f"{self.path} is not empty and holds no sweep (it has {', '.join(strangers[:3])}): choose another folder "
-                f"with --out"
+                f"{self.path} is not empty and holds no sweep (it has {', '.join(strangers[:3])}): choose another "
+                f"folder with --out"
             )
         write_atomically(path, canonical_json(wanted))
         return False

@@ -83,7 +83,8 @@ class ThreeDRPE(Rotary):
     Raises ValueError without a trained length or chunk; for bidirectional attention (chunks scheme); for mapped
     positions, which have no chunks.
     Source: Ma et al. 2024 (arXiv 2406.09897), poster and code. The code's phases are ``10000^(-j)`` (nil from the
-    second chunk on), of the other sign, and rotate overlapping pairs of chunks twice, in place: not followed. ``phase`` is free.
+    second chunk on), of the other sign, and rotate overlapping pairs of chunks twice: not followed. ``phase`` is
+    free.
     """
 
     Config = ThreeDRPEConfig

@@ -18,7 +18,9 @@ HEADS = (1, 2, 3, 6, 8, 12, 16, 20, 25, 40, 64, 71)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize(("buckets", "reach"), [(32, 128), (64, 256), (32, 1024), (8, 16), (16, 20), (64, 129), (12, 500)])
+@pytest.mark.parametrize(
+    ("buckets", "reach"), [(32, 128), (64, 256), (32, 1024), (8, 16), (16, 20), (64, 129), (12, 500)]
+)
 def test_t5_buckets_are_those_of_transformers(buckets: int, reach: int, bidirectional: bool) -> None:
     distance = torch.arange(-3000, 3000)
     theirs = T5Attention._relative_position_bucket(-distance, bidirectional, buckets, reach)

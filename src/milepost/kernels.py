@@ -21,7 +21,9 @@ Start = Literal["published", "slopes"]
 LOWEST = -1e30
 """Biases are cut here, so that sums of them stay finite in float32."""
 
-TANH_SLOPES = (0.25737, 0.12873, 0.06437, 0.03219, 0.0163, 0.00849, 0.00457, 0.00256, 0.36406, 0.18203, 0.09103, 0.04552)
+TANH_SLOPES = (
+    0.25737, 0.12873, 0.06437, 0.03219, 0.0163, 0.00849, 0.00457, 0.00256, 0.36406, 0.18203, 0.09103, 0.04552,
+)  # fmt: skip
 """Slopes of the tanh kernel in the code of MEP, for twelve heads."""
 
 
@@ -81,8 +83,8 @@ def per_head(values: Tensor | Sequence[float], like: Tensor) -> Tensor:
 def folded(raw: Tensor, low: float, high: float | None = None) -> Tensor:
     """A parameter that is kept inside ``[low, high]`` by folding: inside, it is ``raw`` itself.
 
-    Below ``low`` it is the mirror image ``2 low - raw``; above ``high`` it falls as ``1 / raw`` towards ``low``. So it is
-    in range and has a gradient for every ``raw``, where a clamp would have none and training could never come back.
+    Below ``low`` it is the mirror image ``2 low - raw``; above ``high`` it falls as ``1 / raw`` towards ``low``. So it
+    is in range and has a gradient for every ``raw``, where a clamp would have none and training could never come back.
     """
     value = torch.where(raw < low, 2 * low - raw, raw)
     if high is None:
@@ -266,7 +268,7 @@ class Harmonic(SlopeKernel):
 
 
 class HarmonicLog(SlopeKernel):
-    """``1 / (z ln z)`` with ``z = 3 + s |d|``: the second divergent control, which diverges as slowly as ``ln ln n``."""
+    """``1 / (z ln z)`` with ``z = 3 + s |d|``: the second divergent control, as slow as ``ln ln n``."""
 
     def formula(self, distance: Tensor) -> Tensor:
         log = torch.log(3 + self.slopes(distance) * distance.abs())

@@ -1,9 +1,9 @@
 """Does a bias extrapolate? The sum of its weights over all distances, and the distance that holds most of it.
 
-Source: Qin, Zhong, Deng 2023 (arXiv 2307.10156): a model with bias ``b`` extrapolates if ``sum_d exp(b(d))`` is finite; its
-theoretical receptive field TRF(eps) is the smallest number of tokens that holds all but the share ``eps`` of that sum.
-Which series converge is known from their formulas, not from numbers: several divergent ones look convergent for a
-million tokens.
+Source: Qin, Zhong, Deng 2023 (arXiv 2307.10156): a model with bias ``b`` extrapolates if ``sum_d exp(b(d))`` is finite;
+its theoretical receptive field TRF(eps) is the smallest number of tokens that holds all but the share ``eps`` of that
+sum. Which series converge is known from their formulas, not from numbers: several divergent ones look convergent for
+a million tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from milepost.encoding import Encoding
 from milepost.encodings.none import NoPE
 from milepost.positions import Positions
-from milepost.terms import DistanceBias
 
 HEAD = 4096
 """Terms that are added one by one; the rest is an integral with Euler and Maclaurin's corrections."""
@@ -115,7 +114,7 @@ def receptive_field(encoding: Encoding, eps: float = 0.01) -> tuple[int | None, 
 
 
 def tail(encoding: Encoding, start: int) -> Tensor:
-    """``(H,)`` float64: ``sum of exp(b(d)) for d >= start`` of a convergent series, for ``start`` of a thousand or more.
+    """``(H,)`` float64: ``sum of exp(b(d)) for d >= start`` of a convergent series; ``start`` is a thousand or more.
 
     ``integral + f/2 - f'/12``; the integral runs over ``log d``, and what lies beyond its end is taken as a power law.
     """

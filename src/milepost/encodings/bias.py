@@ -70,7 +70,7 @@ class ALiBiConfig(EncodingConfig):
             slopes of ``num_heads / 2`` heads each.
         compat: ``"falcon-bf16"`` reproduces the bias of Falcon bit for bit: ``slope * key position`` rounded to
             bfloat16, in which the nearest keys share one value from 2048 tokens on. Falcon also divides it by
-            ``sqrt(head_dim)`` with the logits: give ``slope_scale=head_dim**-0.5`` for head widths that are powers of 4.
+            ``sqrt(head_dim)`` with the logits: give ``slope_scale=head_dim**-0.5`` where that is a power of two.
     """
 
     num_heads: int
@@ -209,8 +209,8 @@ class Sandwich(KernelBias):
 
     Shapes: a :class:`~milepost.terms.DistanceBias` of ``(H, n)``, float32 or better.
     Raises ValueError for an odd ``dim`` or an ``index_start`` other than 0 and 1.
-    Source: Chi et al. 2023 (arXiv 2212.10356); NVIDIA NeMo, sandwich_relative_position_embedding.py (which takes the head's
-    width for m, where the paper has 128). The authors' own repository was not available.
+    Source: Chi et al. 2023 (arXiv 2212.10356); NVIDIA NeMo, sandwich_relative_position_embedding.py (which takes the
+    head's width for m, where the paper has 128). The authors' own repository was not available.
     """
 
     Config = SandwichConfig
@@ -312,8 +312,8 @@ class SeriesBias(KernelBias):
 
     Shapes: a :class:`~milepost.terms.DistanceBias` of ``(H, n)``, float32 or better.
     Raises ValueError for an unknown kind.
-    Source: Qin, Zhong, Deng 2023 (arXiv 2307.10156); code of OpenNLPLab/fairseq-evo, transformer_rpe.py, types 4, 11, 7 and
-    13. That these are the paper's "type 1" and "type 2" follows from the comments of that code.
+    Source: Qin, Zhong, Deng 2023 (arXiv 2307.10156); code of OpenNLPLab/fairseq-evo, transformer_rpe.py, types 4, 11,
+    7 and 13. That these are the paper's "type 1" and "type 2" follows from the comments of that code.
     """
 
     Config = SeriesBiasConfig

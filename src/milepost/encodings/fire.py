@@ -61,16 +61,16 @@ class FIREConfig(EncodingConfig):
 class FIRE(Encoding):
     """Functional interpolation: ``b(i, j) = MLP( psi(i - j) / (psi(max(i, L)) + eps) )``, ``psi(x) = log(|c x| + 1)``.
 
-    The network is Linear(1, hidden), ReLU, Linear(hidden, H); c and ``L = |m| * threshold`` are learned (m starts at 1).
-    ``FIRE(transform="identity", threshold=None)`` is the survey's equation 20, ``f((i - j) / i)``. A quotient 0/0, the
-    first query without a threshold, is 0. In bidirectional attention the distance is ``|i - j|`` and ``max(i, j, L)``
-    stands for ``max(i, L)`` (our extension).
+    The network is Linear(1, hidden), ReLU, Linear(hidden, H); c and ``L = |m| * threshold`` are learned (m starts at
+    1). ``FIRE(transform="identity", threshold=None)`` is equation 20 of the survey (2312.17044), ``f((i - j) / i)``.
+    A quotient 0/0, the first query without a threshold, is 0. In bidirectional attention the distance is ``|i - j|``
+    and ``max(i, j, L)`` stands for ``max(i, L)`` (our extension).
 
-    Shapes: a :class:`~milepost.terms.PairBias`, evaluated per block of queries: it depends on the query's position, not on
-    the distance alone. Computed in float32 or better; ``2 hidden + (hidden + 1) H + 2`` parameters per layer.
+    Shapes: a :class:`~milepost.terms.PairBias`, evaluated per block of queries: it depends on the query's position, not
+    on the distance alone. Computed in float32 or better; ``2 hidden + (hidden + 1) H + 2`` parameters per layer.
     Raises ValueError for a negative threshold, c that is not positive or an empty network.
-    Source: Li et al. 2023 (arXiv 2310.04418), equations 5 and 20; the pseudo-code as run by DAPE. That takes the largest
-    distance of each row for i, which is i itself only when no key is cached or padded; positions are read here.
+    Source: Li et al. 2023 (arXiv 2310.04418); its pseudo-code as DAPE runs it. That takes the largest distance of each
+    row for i, which is i itself only when no key is cached or padded; positions are read here.
     """
 
     Config = FIREConfig

@@ -83,12 +83,12 @@ class KERPLE(KernelBias):
 
     Every value of the parameters gives a bias that is finite, at most 0 and does not rise with distance: a parameter
     is used as it is inside its range and folded back into it outside (:func:`~milepost.kernels.folded`). The published
-    code overwrites parameters below 0.01 with 0.01 before each forward pass; where that never happens both are the same,
-    so its checkpoints can be loaded as they are.
+    code overwrites parameters below 0.01 with 0.01 before each forward pass; where that never happens both are the
+    same, so its checkpoints can be loaded as they are.
 
     Shapes: a :class:`~milepost.terms.DistanceBias` of ``(H, n)``, float32 or better; 2 H parameters (3 H).
     Raises ValueError for an unknown kernel or start, or a floor outside (0, 1).
-    Source: Chi et al. 2022 (arXiv 2205.09921), equations 1 and 6 to 8. Its equation divides the bias by sqrt(d) with the
+    Source: Chi et al. 2022 (arXiv 2205.09921). Its equation 1 divides the bias by sqrt(head_dim) together with the
     product of q and k; its code adds it after the scaling, which is followed here. One set serves all layers.
     """
 

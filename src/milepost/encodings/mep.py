@@ -40,8 +40,8 @@ class MEPConfig(EncodingConfig):
         init: start of the learned kernels: ``"published"``, or ``"slopes"`` (close to ALiBi).
         renormalize: False multiplies the weights after the softmax by the averaged kernel and leaves it at that, as the
             abstract words it; the code, followed by default, renormalises.
-        naive_bf16: compute kernels, mean and logarithm in bfloat16, as the published code does: -inf beyond some hundred
-            tokens in the steepest heads. For reproduction.
+        naive_bf16: compute kernels, mean and logarithm in bfloat16, as the published code does: -inf from some
+            hundred tokens on in the steepest heads. For reproduction.
     """
 
     num_heads: int
@@ -80,7 +80,7 @@ class MEPConfig(EncodingConfig):
         if self.weights is not None and min(self.weights) <= 0:
             raise ValueError(f"weights are positive (leave a kernel out instead of weighing it 0); got {self.weights}")
         if self.naive_bf16 and (self.learn_weights or self.weights is not None):
-            raise ValueError("naive_bf16 reproduces published code, which has no weights; drop weights and learn_weights")
+            raise ValueError("naive_bf16 reproduces published code, which has no weights: drop them and learn_weights")
         if "t5" in kernels and self.head_dim is None:
             raise ValueError("the t5 kernel multiplies its table by sqrt(head_dim): give head_dim")
 
@@ -112,7 +112,7 @@ _SOURCE = "Gao 2024 (arXiv 2403.17698)"
     summary="The mean of several distance kernels instead of one: near tokens get a bonus, far ones the slower decay.",
 )
 class MEP(Encoding):
-    """Multiple-kernel positions: ``b_h(d) = log( sum_n w_n k_nh(d) / sum_n w_n )``, by log-sum-exp in float32 or better.
+    """Multiple-kernel positions: ``b_h(d) = log( sum_n w_n k_nh(d) / sum_n w_n )``, by log-sum-exp.
 
     - ``MEP(num_heads)``: the parameter-free mix of the author's code, the mean of ``exp(-s d)``, ``exp(-s d / 2)`` and
       ``exp(-s d^2)`` with ALiBi's slopes s. Far out it is ALiBi of half the slope, lowered by ``log 3`` against d = 0;
@@ -140,22 +140,19 @@ class MEP(Encoding):
         c = self.config
         assert c.kernels is not None
         self.kernels = nn.ModuleList(
-            make_kernel(
-                kernel,
-                c.num_heads,
-                slopes=None if c.slopes is None else c.slopes[n],
-                head_dim=c.head_dim,
-                start=c.init,
-            )
-            for n, kernel in enumerate(c.kernels)
+            make_kernel(kernel, c.num_heads, slopes=own, head_dim=c.head_dim, start=c.init)
+            for kernel, own in zip(c.kernels, c.slopes or (None,) * len(c.kernels), strict=True)
         )
         self.log_weights = new_parameter(len(c.kernels), c.num_heads) if c.learn_weights else None
         self._reset_weights()
 
     def reset_parameters(self) -> None:
-        for kernel in self.kernels:
+        for kernel in self._kernels():
             kernel.reset_parameters()
         self._reset_weights()
+
+    def _kernels(self) -> list[Kernel]:
+        return [kernel for kernel in self.kernels if isinstance(kernel, Kernel)]
 
     def _reset_weights(self) -> None:
         if self.log_weights is not None:
@@ -170,9 +167,9 @@ class MEP(Encoding):
         """``(*shape)`` signed distances -> ``(H, *shape)``: the logarithm of the averaged kernels."""
         if self.config.naive_bf16:
             rounded = distance.to(torch.bfloat16)
-            return naive_log_mean([kernel.formula(rounded) for kernel in self.kernels]).float()
+            return naive_log_mean([kernel.formula(rounded) for kernel in self._kernels()]).float()
         distance = as_float(distance, *self.parameters())
-        logs = torch.stack([kernel.log_kernel(distance) for kernel in self.kernels])
+        logs = torch.stack([kernel.log_kernel(distance) for kernel in self._kernels()])
         shape = (len(self.kernels), -1, *[1] * distance.dim())
         if self.log_weights is None:
             weights = torch.tensor(self._log_weights(), dtype=logs.dtype, device=logs.device)
@@ -182,7 +179,7 @@ class MEP(Encoding):
 
     def converges(self) -> list[bool]:
         """For each head, whether the sum of ``exp(bias)`` over all distances is finite: if every kernel's is."""
-        return [all(heads) for heads in zip(*(kernel.converges() for kernel in self.kernels), strict=True)]
+        return [all(heads) for heads in zip(*(kernel.converges() for kernel in self._kernels()), strict=True)]
 
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         bias = distance_bias(self.log_mean, positions)

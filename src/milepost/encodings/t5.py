@@ -73,13 +73,13 @@ class T5(Encoding):
     ``max_distance``, and the last one everything beyond. Bidirectional attention: the same with half of the buckets for
     each side, future keys in the second half.
 
-    Shapes: a :class:`~milepost.terms.DistanceBias` of ``(H, n)``, float32 or better; the table is ``(num_buckets, H)``, as in
-    transformers' ``relative_attention_bias.weight``. One table serves all layers.
-    Raises ValueError for a ``max_distance`` inside the exact buckets, an odd number of buckets for two sides, or a scale
-    without ``head_dim``.
-    Source: Raffel et al. 2020 (arXiv 1910.10683), code of transformers. T5 does not divide its logits by sqrt(head_dim);
-    this library does by default (``attend(scale=1.0)`` is T5's way). The KERPLE paper prints the formula of the wide buckets
-    without its first term; the code is right.
+    Shapes: a :class:`~milepost.terms.DistanceBias` of ``(H, n)``, float32 or better; the table is ``(num_buckets, H)``,
+    as transformers' ``relative_attention_bias.weight``. One table serves all layers.
+    Raises ValueError for a ``max_distance`` inside the exact buckets, an odd number of buckets for two sides, or a
+    scale without ``head_dim``.
+    Source: Raffel et al. 2020 (arXiv 1910.10683), code of transformers. T5 does not divide its logits by
+    sqrt(head_dim); this library does by default (``attend(scale=1.0)`` is T5's way). The KERPLE paper prints the
+    formula of the wide buckets without its first term; the code is right.
     """
 
     Config = T5Config

@@ -47,12 +47,12 @@ class TISAConfig(EncodingConfig):
 class TISA(Encoding):
     """Translation-invariant self-attention: ``b_h(x) = sum_k A_kh exp(-|B_kh| (x - C_kh)^2)``, ``x = i - j``.
 
-    Start: ``A, B ~ N(0.1, 0.01)``, ``C ~ N(0, 5)`` (standard deviations). The text of Zhao et al. 2023 (arXiv 2312.17044) spells it TISE.
+    Start: ``A, B ~ N(0.1, 0.01)``, ``C ~ N(0, 5)`` (standard deviations). The survey (arXiv 2312.17044) spells it TISE.
 
-    Shapes: a :class:`~milepost.terms.DistanceBias` of ``(H, n)``, float32 or better; ``3 K H`` parameters, ``(K, H)`` each.
+    Shapes: a :class:`~milepost.terms.DistanceBias` of ``(H, n)``, float32 or better; A, B and C are ``(K, H)``.
     Raises ValueError for fewer than one Gaussian.
-    Source: Wennberg, Henter 2021 (ACL, 2021.acl-short.18), equation 5. The published code evaluates at ``(i - j) - 1``, one off; training does not
-    notice, trained weights need ``official_offset=True``.
+    Source: Wennberg, Henter 2021 (ACL, 2021.acl-short.18). The published code evaluates at ``(i - j) - 1``, one off;
+    training does not notice, trained weights need ``official_offset=True``.
     """
 
     Config = TISAConfig
@@ -60,7 +60,9 @@ class TISA(Encoding):
 
     def setup(self) -> None:
         shape = (self.config.num_kernels, self.config.num_heads)
-        self.amplitude, self.sharpness, self.offset = new_parameter(*shape), new_parameter(*shape), new_parameter(*shape)
+        self.amplitude = new_parameter(*shape)
+        self.sharpness = new_parameter(*shape)
+        self.offset = new_parameter(*shape)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -105,26 +105,54 @@ INLINE Vec count_up() {
     return x;
 }
 
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Int){__VA_ARGS__})
+#endif
+#if MILEPOST_WIDTH == 16
+#define LOW_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define FOLD(x, by) SHUFFLE(x, x, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7, by + 8, by + 9, by + 10, \
+                            by + 11, by + 12, by + 13, by + 14, by + 15)
+#elif MILEPOST_WIDTH == 8
+#define LOW_HALVES 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH_HALVES 4, 12, 5, 13, 6, 14, 7, 15
+#define FOLD(x, by) SHUFFLE(x, x, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7)
+#else
+#define LOW_HALVES 0, 4, 1, 5
+#define HIGH_HALVES 2, 6, 3, 7
+#define FOLD(x, by) SHUFFLE(x, x, by, by + 1, by + 2, by + 3)
+#endif
+
 INLINE float sum_of(Vec x) {
-    float parts[W];
-    memcpy(parts, &x, sizeof parts);
-    for (int step = W / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) parts[i] += parts[i + step];
-    return parts[0];
+#if MILEPOST_WIDTH == 16
+    x += FOLD(x, 8);
+#endif
+#if MILEPOST_WIDTH >= 8
+    x += FOLD(x, 4);
+#endif
+    x += FOLD(x, 2);
+    x += FOLD(x, 1);
+    return x[0];
 }
 
 INLINE float top_of(Vec x) {
-    float parts[W];
-    memcpy(parts, &x, sizeof parts);
-    for (int step = W / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) parts[i] = parts[i] > parts[i + step] ? parts[i] : parts[i + step];
-    return parts[0];
+#if MILEPOST_WIDTH == 16
+    x = larger(FOLD(x, 8), x);
+#endif
+#if MILEPOST_WIDTH >= 8
+    x = larger(FOLD(x, 4), x);
+#endif
+    x = larger(FOLD(x, 2), x);
+    x = larger(FOLD(x, 1), x);
+    return x[0];
 }
 
-// 2^x, relative error below 2e-7; 0 below -126; NaN stays NaN.
+// 2^x, relative error below 2e-7; 0 below -126.5; NaN stays NaN.
 INLINE Vec power_of_two(Vec x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    Vec bounded = x < -126.0f ? fill(-126.0f) : x;
+    Vec bounded = x < -127.0f ? fill(-127.0f) : x;  // whose exponent bits are those of 0
     Vec shifted = bounded + magic;
     Vec f = bounded - (shifted - magic);
     Vec p = fill(1.3267292e-3f);
@@ -138,8 +166,7 @@ INLINE Vec power_of_two(Vec x) {
     bits = (bits - (0x4B400000 - 127)) << 23;
     Vec power;
     memcpy(&power, &bits, sizeof power);
-    Vec y = p * power;
-    return x < -126.0f ? (Vec){} : y;
+    return p * power;
 }
 
 // ---- reading and writing rows of float32 or bfloat16 -----------------------------------------------------------------
@@ -184,32 +211,26 @@ INLINE void write_row(void *data, int64_t at, int64_t dtype, const float *from, 
     }
 }
 
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Int){__VA_ARGS__})
-#endif
-#if MILEPOST_WIDTH == 16
-#define LOW_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define HIGH_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#elif MILEPOST_WIDTH == 8
-#define LOW_HALVES 0, 8, 1, 9, 2, 10, 3, 11
-#define HIGH_HALVES 4, 12, 5, 13, 6, 14, 7, 15
-#else
-#define LOW_HALVES 0, 4, 1, 5
-#define HIGH_HALVES 2, 6, 3, 7
-#endif
+INLINE void shuffle(Vec (&to)[W], const Vec (&from)[W]) {
+    UNROLL for (int i = 0; i < W / 2; i++) {
+        to[2 * i] = SHUFFLE(from[i], from[i + W / 2], LOW_HALVES);
+        to[2 * i + 1] = SHUFFLE(from[i], from[i + W / 2], HIGH_HALVES);
+    }
+}
 
 // W rows of W floats, transposed: log2(W) perfect shuffles.
-INLINE void transpose(Vec *rows) {
+INLINE void transpose(Vec (&rows)[W]) {
     Vec other[W];
-    UNROLL for (int round = 1; round < W; round *= 2) {
-        UNROLL for (int i = 0; i < W / 2; i++) {
-            other[2 * i] = SHUFFLE(rows[i], rows[i + W / 2], LOW_HALVES);
-            other[2 * i + 1] = SHUFFLE(rows[i], rows[i + W / 2], HIGH_HALVES);
-        }
-        UNROLL for (int i = 0; i < W; i++) rows[i] = other[i];
-    }
+    shuffle(other, rows);
+    shuffle(rows, other);
+#if MILEPOST_WIDTH >= 8
+    shuffle(other, rows);
+#if MILEPOST_WIDTH == 16
+    shuffle(rows, other);
+#else
+    UNROLL for (int i = 0; i < W; i++) rows[i] = other[i];
+#endif
+#endif
 }
 
 // Up to TILE rows from `row` on, transposed to (size, TILE), times `scale`; zeros where there is no row.
@@ -219,19 +240,22 @@ void pack_transposed(float *to, const View &view, int64_t batch, int64_t head, i
     for (int64_t d = 0; d < size; d += W) {
         const int64_t deep = least(W, size - d);
         for (int64_t j = 0; j < TILE; j += W) {
-            Vec rows[W];
-            for (int i = 0; i < W; i++) {
-                rows[i] = (Vec){};
-                if (j + i >= count) continue;
-                const int64_t at = from + (j + i) * view.row + d;
-                if (dtype == FLOAT32 && deep == W) {
-                    rows[i] = load((const float *)view.data + at) * scale;
-                } else {
-                    float part[W];
-                    read_row(part, view.data, at, dtype, deep, W, scale);
-                    memcpy(&rows[i], part, sizeof part);
-                }
+            if (dtype == FLOAT32 && deep == W && j + W <= count) {
+                const float *data = (const float *)view.data + from + j * view.row + d;
+                Vec rows[W];
+                UNROLL for (int i = 0; i < W; i++) rows[i] = load(data + i * view.row) * scale;
+                transpose(rows);
+                UNROLL for (int i = 0; i < W; i++) store(to + (d + i) * TILE + j, rows[i]);
+                continue;
             }
+            float block[W][W];
+            for (int i = 0; i < W; i++)
+                if (j + i < count)
+                    read_row(block[i], view.data, from + (j + i) * view.row + d, dtype, deep, W, scale);
+                else
+                    memset(block[i], 0, sizeof block[i]);
+            Vec rows[W];
+            UNROLL for (int i = 0; i < W; i++) rows[i] = load(block[i]);
             transpose(rows);
             for (int64_t i = 0; i < deep; i++) store(to + (d + i) * TILE + j, rows[i]);
         }
@@ -381,7 +405,7 @@ INLINE float key_reach(const Shared *s, int64_t key_head, int64_t from, int64_t 
 
 struct Row {
     int64_t head, lo, hi, line;  // line: place of key 0's bias in `Shared::line`
-    float norm, top, sum;        // top: running maximum (forward) or log-sum-exp (backward), base 2
+    float norm, top, delta;      // top: running maximum (forward) or log-sum-exp (backward), base 2
 };
 
 struct Strip {
@@ -447,7 +471,7 @@ INLINE char *take(char **scratch, int64_t bytes) {
 
 int64_t forward_scratch(const Shared *s) {
     const int64_t rows = s->group * s->rows, blocks = s->key_tiles;
-    return 64 * 16 + 4 * (rows * (s->padded + s->value_padded + BLOCK) + BLOCK * (s->padded + s->value_padded + 1)) +
+    return 64 * 16 + 4 * (rows * (s->padded + s->value_padded + BLOCK + W) + BLOCK * (s->padded + s->value_padded + 1)) +
            rows * (int64_t)(sizeof(Row) + sizeof(Strip) + 8) + blocks * 16;
 }
 
@@ -462,22 +486,30 @@ void forward_tile(const Shared *s, const Row *rows, const float *q, const float 
     }
 }
 
-// Logits of one row to weights relative to its new maximum; returns the factor for what was summed before.
-INLINE float weigh(Row &row, float *logit, int64_t count) {
-    Vec tops = fill(-INFINITY);
-    for (int64_t j = 0; j < count; j += W) tops = larger(load(logit + j), tops);
-    const float before = row.top, found = top_of(tops);
-    row.top = found > before ? found : before;
-    const float level = row.top == -INFINITY ? 0.0f : row.top;
-    Vec sums = {};
-    for (int64_t j = 0; j < count; j += W) {
-        Vec p = power_of_two(load(logit + j) - level);
-        store(logit + j, p);
-        sums += p;
+// Logits of a strip to weights relative to new maxima; `factor`: what the sums so far must be multiplied with.
+template <int ROWS>
+void weigh(Row *rows, float *sums, float *logit, int64_t count, float *factor) {
+    Vec tops[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) tops[r] = load(logit + r * BLOCK);
+    for (int64_t j = W; j < count; j += W)
+        UNROLL for (int r = 0; r < ROWS; r++) tops[r] = larger(load(logit + r * BLOCK + j), tops[r]);
+    float level[ROWS], change[16] = {};
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        const float before = rows[r].top, found = top_of(tops[r]);
+        rows[r].top = found > before ? found : before;
+        level[r] = rows[r].top == -INFINITY ? 0.0f : rows[r].top;
+        change[r] = before - level[r];
     }
-    const float factor = before == row.top ? 1.0f : exp2f(before - level);
-    row.sum = row.sum * factor + sum_of(sums);
-    return factor;
+    for (int r = 0; r < ROWS; r += W) store(factor + r, power_of_two(load(change + r)));
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        Vec sum = load(sums + r * W) * factor[r];
+        for (int64_t j = 0; j < count; j += W) {
+            const Vec p = power_of_two(load(logit + r * BLOCK + j) - level[r]);
+            store(logit + r * BLOCK + j, p);
+            sum += p;
+        }
+        store(sums + r * W, sum);
+    }
 }
 
 void forward(Shared *s, int64_t task, char *scratch) {
@@ -492,7 +524,8 @@ void forward(Shared *s, int64_t task, char *scratch) {
     float *q = (float *)take(&scratch, 4 * total * s->padded);
     float *out = (float *)take(&scratch, 4 * total * s->value_padded);
     float *weight = (float *)take(&scratch, 4 * total * BLOCK);
-    float *keys = (float *)take(&scratch, 4 * BLOCK * s->padded);
+    float *sums = (float *)take(&scratch, 4 * total * W);
+    float *keys = (float *)take(&scratch, 4 * TILE * s->padded);
     float *values = (float *)take(&scratch, 4 * BLOCK * s->value_padded);
     Row *rows = (Row *)take(&scratch, total * (int64_t)sizeof(Row));
     Strip *strips = (Strip *)take(&scratch, total * (int64_t)sizeof(Strip));
@@ -511,10 +544,11 @@ void forward(Shared *s, int64_t task, char *scratch) {
             row.line = head * s->line_stride + line_place(s, start + i);
             row.norm = s->skip ? norm_of(q + (g * count + i) * s->padded, 0, FLOAT32, c.size) : 0.0f;
             row.top = -INFINITY;
-            row.sum = 0.0f;
+            row.delta = 0.0f;
         }
     }
     memset(out, 0, (size_t)(4 * total * s->value_padded));
+    memset(sums, 0, (size_t)(4 * total * W));
 
     int64_t num_strips = 0, first = INT64_MAX, end = 0;
     for (int64_t r = 0; r < total; r += MR) {
@@ -577,9 +611,9 @@ void forward(Shared *s, int64_t task, char *scratch) {
             const Strip &strip = strips[live[i]];
             const int64_t from = most(strip.lo, key) - key, to = least(strip.hi, key_end) - key;
             const int64_t tile = from / TILE * TILE, tile_end = round_up(to, TILE);
-            float factor[MR];
-            for (int64_t r = 0; r < strip.rows; r++)
-                factor[r] = weigh(rows[strip.row + r], weight + (strip.row + r) * BLOCK + tile, tile_end - tile);
+            float factor[16];
+            FOR_ROWS(strip.rows, weigh<ROWS>(rows + strip.row, sums + strip.row * W, weight + strip.row * BLOCK + tile,
+                                             tile_end - tile, factor))
             update_rows(strip.rows, out + strip.row * s->value_padded, s->value_padded, s->value_padded, factor,
                         weight + strip.row * BLOCK + from, BLOCK, 1, values + from * s->value_padded, s->value_padded,
                         to - from);
@@ -590,10 +624,11 @@ void forward(Shared *s, int64_t task, char *scratch) {
         for (int64_t i = 0; i < count; i++) {
             const Row &row = rows[g * count + i];
             const int64_t at = (batch * c.heads + row.head) * c.queries + start + i;
-            const bool none = row.sum == 0.0f;
-            c.lse[at] = none ? -INFINITY : (row.top + log2f(row.sum)) * LN2;
+            const float sum = sum_of(load(sums + (g * count + i) * W));
+            const bool none = sum == 0.0f;
+            c.lse[at] = none ? -INFINITY : (row.top + log2f(sum)) * LN2;
             write_row(c.result, at * c.value_size, c.dtype, out + (g * count + i) * s->value_padded, c.value_size,
-                      none ? 0.0f : 1.0f / row.sum);
+                      none ? 0.0f : 1.0f / sum);
         }
 }
 
@@ -645,7 +680,7 @@ void backward_logits(const Shared *s, const Row *rows, const float *grad, const 
                      const float *weight, float *to, float *table) {
     for (int64_t j = 0; j < TILE; j += NV * W) {
         Vec acc[ROWS][NV];
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NV; v++) acc[r][v] = fill(-rows[r].sum);
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NV; v++) acc[r][v] = fill(-rows[r].delta);
         multiply<ROWS, NV>(acc, grad, s->value_padded, 1, values + j, TILE, s->call.value_size);
         UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NV; v++) {
             acc[r][v] *= load(weight + r * BLOCK + j + v * W);
@@ -710,7 +745,7 @@ void backward(Shared *s, int64_t task, char *scratch) {
                     row.line = head * s->line_stride + line_place(s, start + i);
                     row.norm = s->query_norm[first_row + i];
                     row.top = lse == -INFINITY ? INFINITY : lse * LOG2E;
-                    row.sum = s->delta[first_row + i];
+                    row.delta = s->delta[first_row + i];
                 }
                 int64_t live = 0;
                 for (int64_t r = 0; r < count; r += MR) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -186,6 +187,16 @@ class Rotation:
         """The inverse rotation at the queries (attention and softmax factors do not apply)."""
         cos, sin = self.table("queries", x.dtype)
         return turn(x, cos, -sin, self.layout)
+
+    def rows(self, start: int, stop: int) -> Rotation:
+        """The rotation of the queries ``start:stop`` alone (and of all keys)."""
+        part = copy(self)
+        part.query_at = self.query_at if self.query_at.shape[1] == 1 else self.query_at[:, start:stop]
+        if isinstance(self.query_factor, Tensor) and self.query_factor.shape[1] > 1:
+            part.query_factor = self.query_factor[:, start:stop]
+        part.same = False
+        part._tables = {}
+        return part
 
     def branch(self, near: int | None = None, far: int | None = None, chunk: int | None = None) -> Branch:
         """Both, ruling these distances."""

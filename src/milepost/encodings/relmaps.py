@@ -577,8 +577,8 @@ class LaMPE(RelMap):
     """Length-aware multi-grained positions: ``i - j`` below the window W, a squeezed distance from there on.
 
     It is ``floor(c i) - floor(c j) + W - floor(c W) - 1`` with ``c = U(n) / (n - 1)``, n the row's length and U its
-    mapped length (`lampe_mapped_length`); c never exceeds 1, so short inputs are not stretched. Cosines and sines carry a
-    factor of ``0.1 ln 2 + 1``. Positions follow the current length, so keys are cached raw.
+    mapped length (`lampe_mapped_length`); c never exceeds 1, so short inputs are not stretched. Cosines and sines carry
+    a factor of ``0.1 ln 2 + 1``. Positions follow the current length, so keys are cached raw.
 
     Raises ValueError for an unknown fit and bidirectional attention.
     Source: scar-on/LaMPE. Their two passes both include distance W; here it is the far branch's alone. Published fits

@@ -1,9 +1,10 @@
-"""Other people's code, run on the same positions: transformers' T5, BLOOM, MPT and Falcon, and x-transformers."""
+"""Other people's code on the same positions: transformers' T5, BLOOM, MPT and Falcon, x-transformers, attention-gym."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from attn_gym.mods import generate_alibi_bias, generate_sandwich_bias
 from transformers import T5Config as HFT5Config
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
@@ -96,3 +97,19 @@ def test_alibi_is_that_of_x_transformers(heads: int) -> None:
 def test_slopes_of_one_geometric_sequence_differ_where_heads_are_no_power_of_two() -> None:
     assert alibi_slopes(8, "paper") == alibi_slopes(8)
     assert alibi_slopes(6, "paper") != alibi_slopes(6)
+
+
+def test_alibi_and_sandwich_are_those_of_attention_gym() -> None:
+    heads, length = 8, 300
+    h = torch.arange(heads)[:, None, None]
+    query, key = torch.arange(length)[None, :, None], torch.arange(length)[None, None, :]
+    positions = Positions.full(length)
+    past = positions.allowed()
+    for name, options, theirs in (
+        ("alibi", {}, generate_alibi_bias(heads)),
+        ("sandwich", {"index_start": 0}, generate_sandwich_bias(heads, length)),
+    ):
+        wanted = theirs(torch.zeros(heads, length, length), torch.zeros(()), h, query, key)
+        wanted = wanted - wanted.diagonal(dim1=1, dim2=2)[:, :1, None]  # theirs is not 0 at distance 0
+        found = build(name, num_heads=heads, **options)(positions).bias.dense()[0]
+        torch.testing.assert_close(found.masked_fill(~past, 0), wanted.masked_fill(~past, 0), rtol=1e-5, atol=1e-4)

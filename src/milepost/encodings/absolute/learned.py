@@ -85,8 +85,8 @@ class Learned(Encoding):
         elif self.config.beyond == "interpolate":
             if length is None:
                 raise ValueError("interpolation needs the length of each row")
-            stretch = last / (length[:, None] - 1).clamp(min=max(last, 1))
-            at = (at * stretch.double()).clamp(0, last)
+            stretch = last / (length[:, None] - 1).clamp(min=max(last, 1)).double()
+            at = (at * stretch).clamp(0, last)
         if not at.is_floating_point():
             return self.table[at]
         below = at.floor().clamp(0, max(last - 1, 0))

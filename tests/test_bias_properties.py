@@ -436,10 +436,20 @@ def test_folding_stays_in_range_and_keeps_a_gradient(raw: float, low: float, wid
     x = torch.tensor([raw], dtype=torch.float64, requires_grad=True)
     value = folded(x, low, low + width)
     value.backward()
-    assert low * (1 - 1e-9) <= value.item() <= (low + width) * (1 + 1e-9)
+    assert low * (1 - 2e-6) <= value.item() <= (low + width) * (1 + 2e-6)
     assert x.grad.abs().item() > 0
     if low <= raw <= low + width:
         assert value.item() == raw and x.grad.item() == 1
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.3])
+def test_a_limit_rounded_to_float32_has_the_same_gradient_in_both_precisions(limit: float) -> None:
+    raw = torch.tensor([limit])
+    for low, high in ((limit, None), (1e-3, limit)):
+        single, double = raw.clone().requires_grad_(), raw.double().requires_grad_()
+        folded(single, low, high).backward()
+        folded(double, low, high).backward()
+        assert single.grad.item() == double.grad.item() == 1
 
 
 def test_mean_of_one_kernel_is_that_kernel() -> None:

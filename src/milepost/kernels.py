@@ -86,9 +86,11 @@ def folded(raw: Tensor, low: float, high: float | None = None) -> Tensor:
     Below ``low`` it is the mirror image ``2 low - raw``; above ``high`` it falls as ``1 / raw`` towards ``low``. So it
     is in range and has a gradient for every ``raw``, where a clamp would have none and training could never come back.
     """
+    low *= 1 - 1e-6  # a limit rounded to float32 counts as inside, in float64 too
     value = torch.where(raw < low, 2 * low - raw, raw)
     if high is None:
         return value
+    high *= 1 + 1e-6
     width = high - low
     above = value > high
     return torch.where(above, low + width**2 / torch.where(above, value - low, width), value)

@@ -19,7 +19,6 @@ from milepost.encoding import find
 from milepost.encodings.mep import MEP
 from milepost.kernels import KERNELS, alibi_slopes, folded, t5_bucket
 from milepost.terms import DistanceBias, PairBias
-from tests.vectors import load
 
 HEADS, HEAD_DIM = 4, 8
 
@@ -412,23 +411,6 @@ def test_sets_are_shared_by_layers_as_published() -> None:
     shared = {name: find(name).shared for name in ("alibi", "t5", "kerple-log", "mep", "mep-parameterized", "sandwich")}
     assert all(shared.values())
     assert not any(find(name).shared for name in ("tisa", "fire"))
-
-
-def test_parameter_counts_with_twelve_heads() -> None:
-    def count(name: str, **options: Any) -> int:
-        return sum(p.numel() for p in build(name, num_heads=12, **options).parameters())
-
-    counts = {
-        "alibi": count("alibi"),
-        "mep_param_free": count("mep"),
-        "kerple_shared": count("kerple-log"),
-        "t5_shared_32": count("t5"),
-        "mep_parameterized_shared": count("mep-parameterized", head_dim=64),
-        "tisa_K5_per_layer": count("tisa"),
-        "fire_per_layer_width32": count("fire"),
-    }
-    vector = next(v for v in load("vectors-a.json") if v["method"] == "param_counts_12heads_dhead64_12layers")
-    assert counts == {key: vector["expected"][key] for key in counts}
 
 
 @given(raw=st.floats(-1e6, 1e6), low=st.floats(1e-3, 0.5), width=st.floats(0.1, 10.0))

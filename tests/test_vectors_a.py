@@ -10,6 +10,7 @@ from torch import Tensor
 
 from milepost import Positions, attend, build
 from milepost.analysis.convergence import bias_at, series
+from milepost.encoding import from_spec
 from milepost.encodings.fire import FIRE
 from milepost.encodings.mep import MEP
 from milepost.kernels import Tanh, alibi_slopes, naive_log_mean, t5_bucket, t5_edges
@@ -18,33 +19,15 @@ from tests.vectors import cases, check, distances, missing, vector_id
 Inputs = dict[str, Any]
 
 PENDING = {
-    "sinusoidal_interleaved",
-    "sinusoidal_concat",
-    "sinusoidal_tensor2tensor",
-    "shape",
-    "cape",
-    "complex_order",
-    "floater_rk4",
-    "floater_linear_exact",
     "shaw_index",
     "shaw_attention",
     "dape",
     "cope_row",
-    "bipe_ids",
-    "bipe_alibi_slopes",
-    "bipe_alibi_bias",
-    "randomized_pe_relative_sample",
-    "pose_positions",
-    "pose_max_position",
-    "nope_uniform_scale",
-    "nope_scaled_softmax",
-    "nope_head_scale_param_count",
     "lrpe_unitary",
     "lrpe_unitary_dot",
     "lrpe_householder",
     "lrpe_orthogonal_mixed",
     "lrpe_permutation",
-    "param_counts_12heads_dhead64_12layers",
 }
 """Methods of other families, which may still be without a handler."""
 
@@ -191,6 +174,33 @@ def buckets(key: str, sign: int, bidirectional: bool) -> Any:
     return handler
 
 
+COUNTED = {
+    "alibi": "alibi",
+    "mep_param_free": "mep",
+    "kerple_shared": "kerple-log",
+    "t5_shared_32": "t5",
+    "mep_parameterized_shared": "mep-parameterized",
+    "tisa_K5_per_layer": "tisa",
+    "fire_per_layer_width32": "fire",
+    "dape_mlp_per_layer_width32": "dape:base=alibi",
+    "dape_v2_1x3_per_layer_width32": "dape-v2:base=alibi",
+    "cope_npos64_per_layer": "cope",
+    "shaw_clip16_K_and_V_per_layer": "shaw:clip=16",
+    "nope_head_scale_per_layer": "nope-headscale",
+}
+"""Entries of the vector of parameter counts; DAPE's are those of its network, without its base."""
+
+
+def counts(i: Inputs) -> dict[str, int]:
+    geometry = {
+        "num_heads": i["H"], "head_dim": i["d_head"], "width": i["H"] * i["d_head"], "num_layers": i["layers"],
+        "vocab_size": 256, "trained_length": 512,
+    }  # fmt: skip
+    return {
+        entry: sum(p.numel() for p in from_spec(spec, geometry).parameters()) for entry, spec in COUNTED.items()
+    }
+
+
 VECTOR_HANDLERS: dict[str, Any] = {
     "alibi_slopes": lambda i: alibi_slopes(i["num_heads"]),
     "alibi_slopes_mpt": lambda i: alibi_slopes(i["num_heads"], "mpt"),
@@ -229,6 +239,7 @@ VECTOR_HANDLERS: dict[str, Any] = {
     "qin_divergent_log": series_bias("rpe-divergent-log"),
     "qin_divergent_loglog": series_bias("rpe-divergent-loglog"),
     "qin_series_sum": series_sum,
+    "param_counts_12heads_dhead64_12layers": counts,
 }
 
 

@@ -10,11 +10,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from milepost.attention import blocked, reference, rows, sdpa
+from milepost.attention import blocked, native, reference, rows, sdpa
 from milepost.positions import Positions
-from milepost.terms import Branch, Terms
+from milepost.terms import Terms
 
-_MODULES: dict[str, ModuleType] = {"sdpa": sdpa, "blocked": blocked, "rows": rows, "reference": reference}
+_MODULES: dict[str, ModuleType] = {
+    "native": native,
+    "sdpa": sdpa,
+    "blocked": blocked,
+    "rows": rows,
+    "reference": reference,
+}
 BACKENDS = tuple(_MODULES)
 """In the order in which ``backend="auto"`` asks them."""
 

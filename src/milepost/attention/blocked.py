@@ -216,10 +216,9 @@ def _distance_attention(
     skip_eps: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    low, high = check(q, k, v, table, lo, hi, first, offset)
-    if use_native(implementation, q, k, v, table):
-        return library.forward(q, k, v, table, low, high, first, offset, scale, skip_eps)
-    return tiles.forward(q, k, v, table, low, high, first, offset, scale, skip_eps)
+    check(q, k, v, table, lo, hi)
+    run = library.forward if use_native(implementation, q, k, v, table) else tiles.forward
+    return run(q, k, v, table, lo, hi, first, offset, scale, skip_eps)
 
 
 @_distance_attention.register_fake
@@ -248,10 +247,9 @@ def _distance_attention_backward(
     implementation: str,
     table_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    low, high = lo.cpu().long(), hi.cpu().long()
     run = library.backward if use_native(implementation, q, k, v, table) else tiles.backward
     return run(
-        grad_out, grad_lse, q, k, v, table, low, high, out, lse, first, offset, scale, skip_eps, table_grad=table_grad
+        grad_out, grad_lse, q, k, v, table, lo, hi, out, lse, first, offset, scale, skip_eps, table_grad=table_grad
     )
 
 
@@ -291,13 +289,11 @@ def use_native(implementation: str, q: Tensor, k: Tensor, v: Tensor, table: Tens
     return reason is None
 
 
-def check(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lo: Tensor, hi: Tensor, first: int, offset: int
-) -> tuple[Tensor, Tensor]:
-    """The intervals on the host in int64, clamped to the keys that exist; ValueError where the inputs do not fit."""
+def check(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lo: Tensor, hi: Tensor) -> None:
+    """ValueError where shapes do not fit."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k, v need 4 axes (batch, heads, length, size), got {q.dim()}, {k.dim()}, {v.dim()}")
-    (batch, heads, queries, size), keys = q.shape, k.shape[2]
+    batch, heads, queries, size = q.shape
     if k.shape[0] != batch or v.shape[:3] != k.shape[:3] or k.shape[3] != size:
         raise ValueError(f"shapes of q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit")
     if k.shape[1] == 0 or heads % k.shape[1]:
@@ -307,15 +303,3 @@ def check(
     for name, bound in (("lo", lo), ("hi", hi)):
         if bound.dim() != 2 or bound.shape[0] not in (1, batch) or bound.shape[1] != queries:
             raise ValueError(f"{name} must be ({batch}, {queries}) or (1, {queries}), got {tuple(bound.shape)}")
-    low, high = torch.broadcast_tensors(lo.cpu().long().clamp(min=0), hi.cpu().long().clamp(max=keys))
-    seen = high > low
-    if bool(seen.any()):
-        place = torch.arange(queries) + offset
-        least = int((place - high + 1)[seen].min())
-        most = int((place - low)[seen].max())
-        if least < first or most >= first + table.shape[1]:
-            raise ValueError(
-                f"the intervals reach distances {least} .. {most}, the table holds {first} .. "
-                f"{first + table.shape[1] - 1}: make the table longer or the intervals shorter"
-            )
-    return low, high

@@ -31,7 +31,7 @@ struct Call {
     int64_t dtype, threads, table_grad;
     View q, k, v, out, grad_out;
     const float *table;          // (heads, distances)
-    const int64_t *lo, *hi;      // (intervals, queries), within [0, keys]
+    const int64_t *lo, *hi;      // (intervals, queries)
     const float *grad_lse;       // (batch, heads, queries)
     float *lse;                  // (batch, heads, queries)
     void *result;                // forward: out, contiguous
@@ -43,6 +43,7 @@ struct Shared {  // what all threads of a call read, made by `prepare`
     int64_t group, rows, row_blocks, key_tiles, chunks, line_stride, padded, value_padded;
     float threshold;       // log2(keys / eps); skip == 0: leave no key out
     int64_t skip;
+    int64_t *lo, *hi;      // the intervals, within [0, keys]
     float *line;           // (heads, line_stride): the table reversed, in base 2, zeros around it
     float *line_top;       // (heads, line_stride / LINE_CHUNK): maxima
     float *key_norm;       // (batch * key_heads, key_tiles): largest |k| in a tile
@@ -518,8 +519,8 @@ void forward(Shared *s, int64_t task, char *scratch) {
     const int64_t block_row = s->row_blocks - 1 - task % s->row_blocks, pair = task / s->row_blocks;
     const int64_t batch = pair / c.key_heads, key_head = pair % c.key_heads;
     const int64_t start = block_row * s->rows, count = least(s->rows, c.queries - start), total = s->group * count;
-    const int64_t *lo = c.lo + (c.intervals > 1 ? batch : 0) * c.queries;
-    const int64_t *hi = c.hi + (c.intervals > 1 ? batch : 0) * c.queries;
+    const int64_t *lo = s->lo + (c.intervals > 1 ? batch : 0) * c.queries;
+    const int64_t *hi = s->hi + (c.intervals > 1 ? batch : 0) * c.queries;
 
     float *q = (float *)take(&scratch, 4 * total * s->padded);
     float *out = (float *)take(&scratch, 4 * total * s->value_padded);
@@ -698,8 +699,8 @@ void backward(Shared *s, int64_t task, char *scratch) {
     const Call &c = s->call;
     const int64_t chunk = task % s->chunks, pair = task / s->chunks;
     const int64_t batch = pair / c.key_heads, key_head = pair % c.key_heads;
-    const int64_t *lo = c.lo + (c.intervals > 1 ? batch : 0) * c.queries;
-    const int64_t *hi = c.hi + (c.intervals > 1 ? batch : 0) * c.queries;
+    const int64_t *lo = s->lo + (c.intervals > 1 ? batch : 0) * c.queries;
+    const int64_t *hi = s->hi + (c.intervals > 1 ? batch : 0) * c.queries;
     const int64_t *block_lo = s->block_lo + (c.intervals > 1 ? batch : 0) * s->row_blocks;
     const int64_t *block_hi = s->block_hi + (c.intervals > 1 ? batch : 0) * s->row_blocks;
 
@@ -1020,10 +1021,24 @@ int64_t useful_threads(const Call &c, double products) {
     return seconds < 1e-4 ? 1 : c.threads;
 }
 
-double visible_pairs(const Call &c) {
-    double pairs = 0;
-    for (int64_t i = 0; i < c.intervals * c.queries; i++) pairs += c.hi[i] > c.lo[i] ? (double)(c.hi[i] - c.lo[i]) : 0.0;
-    return pairs * (double)c.heads * (c.intervals > 1 ? 1.0 : (double)c.batch);
+// Copies the intervals, clamped to the keys there are. Writes the least and the largest distance that is seen to `reach`
+// and the number of visible pairs to `pairs`; false if the table does not hold those distances.
+bool set_intervals(Shared *s, int64_t *edges, int64_t *reach, double *pairs) {
+    const Call &c = s->call;
+    s->lo = edges;
+    s->hi = edges + c.intervals * c.queries;
+    reach[0] = INT64_MAX, reach[1] = INT64_MIN, *pairs = 0;
+    for (int64_t n = 0; n < c.intervals * c.queries; n++) {
+        const int64_t lo = c.lo[n] < 0 ? 0 : c.lo[n], hi = c.hi[n] > c.keys ? c.keys : c.hi[n];
+        s->lo[n] = lo, s->hi[n] = hi;
+        if (hi <= lo) continue;
+        const int64_t slot = c.offset + n % c.queries;
+        reach[0] = slot - hi + 1 < reach[0] ? slot - hi + 1 : reach[0];
+        reach[1] = slot - lo > reach[1] ? slot - lo : reach[1];
+        *pairs += (double)(hi - lo);
+    }
+    *pairs *= (double)c.heads * (c.intervals > 1 ? 1.0 : (double)c.batch);
+    return *pairs == 0 || (reach[0] >= c.first && reach[1] < c.first + c.distances);
 }
 
 }  // namespace
@@ -1036,7 +1051,7 @@ using namespace milepost;
 extern "C" {
 
 // The layout of `Call` and the meaning of its members; the caller compares both.
-EXPORT int64_t milepost_version() { return 1; }
+EXPORT int64_t milepost_version() { return 2; }
 EXPORT int64_t milepost_call_size() { return (int64_t)sizeof(Call); }
 
 // The best instruction set of this processor (name = ""), or the named one; NULL if the processor lacks it.
@@ -1045,13 +1060,18 @@ EXPORT const char *milepost_instruction_set(const char *name) {
     return kernel ? kernel->name : 0;
 }
 
-// 0: done; 1: no such instruction set; 2: out of memory.
-EXPORT int milepost_forward(const Call *call, const char *name) {
+// 0: done; 1: no such instruction set; 2: out of memory; 3: the least or the largest distance that is seen, written to
+// `reach`, is not in the table.
+EXPORT int milepost_forward(const Call *call, const char *name, int64_t *reach) {
     const Kernel *kernel = find(name);
     if (!kernel) return 1;
     if (!call->batch || !call->queries || !call->heads) return 0;
     Shared s;
     lay_out(&s, *call, *kernel);
+    Memory edges(16 * call->intervals * call->queries);
+    double visible;
+    if (!edges.as<int64_t>()) return 2;
+    if (!set_intervals(&s, edges.as<int64_t>(), reach, &visible)) return 3;
     // Stacked rows of a task: heads that share keys go together.
     s.rows = FORWARD_ROWS / s.group / 6 * 6;
     if (s.rows < 6) s.rows = 6;
@@ -1067,10 +1087,10 @@ EXPORT int milepost_forward(const Call *call, const char *name) {
     const Stage stages[] = {{kernel->prepare_line, call->heads},
                             {kernel->prepare_keys, s.skip ? pairs : 0},
                             {kernel->forward, pairs * s.row_blocks}};
-    return run(&s, stages, 3, useful_threads(*call, visible_pairs(*call)), kernel->forward_scratch(&s)) ? 0 : 2;
+    return run(&s, stages, 3, useful_threads(*call, visible), kernel->forward_scratch(&s)) ? 0 : 2;
 }
 
-EXPORT int milepost_backward(const Call *call, const char *name) {
+EXPORT int milepost_backward(const Call *call, const char *name, int64_t *reach) {
     const Kernel *kernel = find(name);
     if (!kernel) return 1;
     if (!call->heads) return 0;
@@ -1084,6 +1104,10 @@ EXPORT int milepost_backward(const Call *call, const char *name) {
     }
     Shared s;
     lay_out(&s, *call, *kernel);
+    Memory edges(16 * call->intervals * call->queries);
+    double visible;
+    if (!edges.as<int64_t>()) return 2;
+    if (!set_intervals(&s, edges.as<int64_t>(), reach, &visible)) return 3;
     const int64_t pairs = call->batch * call->key_heads, blocks = up(call->keys, BLOCK) / BLOCK;
     s.rows = BACKWARD_ROWS;
     s.row_blocks = up(call->queries, s.rows) / s.rows;
@@ -1095,7 +1119,7 @@ EXPORT int milepost_backward(const Call *call, const char *name) {
     const bool direct = s.chunks == 1 && s.padded == call->size;
     Memory line(4 * call->heads * s.line_stride), tops(4 * call->heads * s.line_stride / LINE_CHUNK);
     Memory norms(4 * pairs * (s.key_tiles + 1)), query_norms(4 * rows), delta(4 * rows);
-    Memory edges(16 * call->intervals * s.row_blocks);
+    Memory block_edges(16 * call->intervals * s.row_blocks);
     Memory query_parts(direct ? 0 : 4 * s.chunks * rows * s.padded);
     Memory table_parts(call->table_grad ? 4 * pairs * s.chunks * s.group * s.line_stride : 0);
     s.line = line.as<float>();
@@ -1103,7 +1127,7 @@ EXPORT int milepost_backward(const Call *call, const char *name) {
     s.key_norm = norms.as<float>();
     s.query_norm = query_norms.as<float>();
     s.delta = delta.as<float>();
-    s.block_lo = edges.as<int64_t>();
+    s.block_lo = block_edges.as<int64_t>();
     s.query_parts = direct ? call->grad_q : query_parts.as<float>();
     s.table_parts = table_parts.as<float>();
     if (!s.line || !s.line_top || !s.key_norm || !s.query_norm || !s.delta || !s.block_lo || !s.query_parts) return 2;
@@ -1113,7 +1137,7 @@ EXPORT int milepost_backward(const Call *call, const char *name) {
         for (int64_t n = 0; n < s.row_blocks; n++) {
             int64_t first = INT64_MAX, end = 0;
             for (int64_t i = n * s.rows; i < (n + 1) * s.rows && i < call->queries; i++) {
-                const int64_t lo = call->lo[b * call->queries + i], hi = call->hi[b * call->queries + i];
+                const int64_t lo = s.lo[b * call->queries + i], hi = s.hi[b * call->queries + i];
                 if (hi <= lo) continue;
                 first = lo < first ? lo : first;
                 end = hi > end ? hi : end;
@@ -1121,7 +1145,7 @@ EXPORT int milepost_backward(const Call *call, const char *name) {
             s.block_lo[b * s.row_blocks + n] = first;
             s.block_hi[b * s.row_blocks + n] = end;
         }
-    const int64_t threads = useful_threads(*call, 2.5 * visible_pairs(*call)), scratch = kernel->backward_scratch(&s);
+    const int64_t threads = useful_threads(*call, 2.5 * visible), scratch = kernel->backward_scratch(&s);
     const Stage first[] = {{kernel->prepare_line, call->heads},
                            {kernel->prepare_keys, s.skip ? pairs : 0},
                            {kernel->prepare_rows, call->batch * call->heads},

@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from milepost.attention.tiles import outside_the_table
+
 DIRECTORY = Path(__file__).resolve().parent
-VERSION = 1
+VERSION = 2
 HOW_TO_GET_IT = "compile it with `python -m milepost.attention.build` (needs g++ or clang++)"
 
 
@@ -62,18 +64,24 @@ def instruction_set() -> str | None:
 
 def cannot(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> str | None:
     """Why the kernel does not take these tensors, or None."""
-    if any(x.device.type != "cpu" for x in (q, k, v, table)):
-        return f"it runs on the CPU, the tensors are on {q.device}"
+    return unfit(q, k, v, table) or unavailable()
+
+
+def unfit(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> str | None:
+    """Why no kernel of this library would take these tensors, or None; asks nothing of the machine."""
+    for x in (q, k, v):
+        if x.device.type != "cpu":
+            return f"it runs on the CPU, the tensors are on {x.device}"
     if q.dtype not in (torch.float32, torch.bfloat16):
         return f"it takes float32 and bfloat16, not {str(q.dtype).removeprefix('torch.')}"
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k and v are of different dtypes: {q.dtype}, {k.dtype}, {v.dtype}"
-    if table.dtype != torch.float32:
+    if table is not None and table.dtype != torch.float32:
         return f"it takes a float32 table, not {str(table.dtype).removeprefix('torch.')}"
     for name, size in (("head", q.shape[3]), ("value", v.shape[3])):
         if size % 8 or not 8 <= size <= 256:
             return f"it takes {name} sizes of 8 to 256 in steps of 8, not {size}"
-    return unavailable()
+    return None
 
 
 def forward(
@@ -88,7 +96,7 @@ def forward(
     scale: float,
     skip_eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, log-sum-exp); arguments as `distance_attention` has checked them, lo and hi int64 within the keys."""
+    """(out, log-sum-exp) of arguments whose shapes fit."""
     return _forward(_kernel(), q, k, v, table, lo, hi, first, offset, scale, skip_eps)
 
 
@@ -140,7 +148,7 @@ def _load(wanted: str, path: str) -> Kernel | str:
         library.milepost_instruction_set.argtypes = [ctypes.c_char_p]
         for function in (library.milepost_forward, library.milepost_backward):
             function.restype = ctypes.c_int
-            function.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p]
+            function.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64)]
     except (OSError, AttributeError) as error:
         return f"{file.name} could not be loaded ({error}): {HOW_TO_GET_IT}"
     if library.milepost_version() != VERSION or library.milepost_call_size() != ctypes.sizeof(_Call):
@@ -156,6 +164,12 @@ def _load(wanted: str, path: str) -> Kernel | str:
 def _rows(x: Tensor) -> Tensor:
     """The tensor itself if its last axis is contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _intervals(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+    if lo.shape[0] != hi.shape[0]:
+        lo, hi = torch.broadcast_tensors(lo, hi)
+    return lo.long().contiguous(), hi.long().contiguous()
 
 
 def _view(x: Tensor) -> _View:
@@ -186,7 +200,10 @@ def _call(
 
 
 def _run(kernel: Kernel, function: Callable[..., int], call: _Call) -> None:
-    failed = function(ctypes.byref(call), kernel.name.encode())
+    reach = (ctypes.c_int64 * 2)()
+    failed = function(ctypes.byref(call), kernel.name.encode(), reach)
+    if failed == 3:
+        raise outside_the_table(reach[0], reach[1], call.first, call.distances)
     if failed:
         raise MemoryError("the attention kernel could not allocate its buffers")
 
@@ -205,7 +222,7 @@ def _forward(
     skip_eps: float,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, table = _rows(q), _rows(k), _rows(v), table.contiguous()
-    lo, hi = lo.contiguous(), hi.contiguous()
+    lo, hi = _intervals(lo, hi)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     call = _call(q, k, v, table, lo, hi, first, offset, scale, skip_eps)
@@ -234,7 +251,8 @@ def _backward(
     table_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, table = _rows(q), _rows(k), _rows(v), table.contiguous()
-    lo, hi, lse, grad_lse = lo.contiguous(), hi.contiguous(), lse.contiguous(), grad_lse.float().contiguous()
+    lo, hi = _intervals(lo, hi)
+    lse, grad_lse = lse.contiguous(), grad_lse.float().contiguous()
     out, grad_out = _rows(out), _rows(grad_out.to(q.dtype))
     grads = [torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v)]
     grad_table = table.new_empty(table.shape if table_grad else (0,))

@@ -24,6 +24,30 @@ def compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def outside_the_table(least: int, most: int, first: int, count: int) -> ValueError:
+    return ValueError(
+        f"the intervals reach distances {least} .. {most}, the table holds {first} .. {first + count - 1}: "
+        "make the table longer or the intervals shorter"
+    )
+
+
+def host_intervals(lo: Tensor, hi: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """On the host, int64, of one shape, clamped to the keys that exist."""
+    low, high = torch.broadcast_tensors(lo.cpu().long().clamp(min=0), hi.cpu().long().clamp(max=keys))
+    return low, high
+
+
+def check_reach(lo: Tensor, hi: Tensor, first: int, count: int, offset: int) -> None:
+    """ValueError where a visible pair's distance is not in the table."""
+    seen = hi > lo
+    if not bool(seen.any()):
+        return
+    place = torch.arange(lo.shape[1]) + offset
+    least, most = int((place - hi + 1)[seen].min()), int((place - lo)[seen].max())
+    if least < first or most >= first + count:
+        raise outside_the_table(least, most, first, count)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The plan: blocks of query rows, each with the span of keys it sees
 
@@ -312,6 +336,8 @@ def forward(
     scale: float,
     skip_eps: float,
 ) -> tuple[Tensor, Tensor]:
+    lo, hi = host_intervals(lo, hi, k.shape[2])
+    check_reach(lo, hi, first, table.shape[1], offset)
     run = _Run(q, k, v, table, lo, hi, first, offset, scale, skip_eps)
     out = q.new_zeros((run.batch, run.heads, run.queries, v.shape[3]))
     lse = q.new_full((run.batch, run.heads, run.queries), NEG_INF, dtype=run.dtype)
@@ -346,7 +372,7 @@ def backward(
     *,
     table_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lo, hi = torch.broadcast_tensors(lo.clamp(min=0), hi.clamp(max=k.shape[2]))
+    lo, hi = host_intervals(lo, hi, k.shape[2])
     run = _Run(q, k, v, table, lo, hi, first, offset, scale, skip_eps)
     grad_q = q.new_zeros(q.shape)
     grad_k = torch.zeros(k.shape, dtype=run.dtype, device=k.device)

@@ -52,9 +52,11 @@ def run(
         for branch in terms.branches or (Branch(),)
     ]
     count = positions.num_queries
+    if block is None:
+        return _rows(pairs, v, positions, terms, 0, count, scale, dropout, softcap).to(dtype)
     blocks = []
-    for start in range(0, count, block or max(count, 1)):
-        stop = min(start + (block or count), count)
+    for start in range(0, max(count, 1), block):
+        stop = min(start + block, count)
         rows = [(branch, rotated_q[:, :, start:stop], rotated_k) for branch, rotated_q, rotated_k in pairs]
         blocks.append(_rows(rows, v, positions.rows(start, stop), terms, start, stop, scale, dropout, softcap))
     out = torch.cat(blocks, dim=2) if len(blocks) != 1 else blocks[0]

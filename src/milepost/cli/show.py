@@ -74,7 +74,7 @@ def show(
             f"{entry.integration}; injected: {entry.injection}; {entry.source}"
         )
         parameters = sum(p.numel() for p in encoding.parameters())
-        typer.echo(f"{encoding!r}".splitlines()[0] + (f"  {parameters} parameters" if parameters else ""))
+        typer.echo(f"{type(encoding).__name__}({encoding.extra_repr()}), {parameters:,} parameters")
     else:
         typer.echo(str(encoding))
     if out is not None:

@@ -110,6 +110,7 @@ def _language_model(settings: Settings, method: str, seed: int, work: Path, shar
 
     def measure() -> dict[str, Any]:
         began = time.perf_counter()
+        refused: dict[int, str] = {}
         regions = corpus.test.regions(size=max(settings.test_lengths), count=settings.regions)
         measured = measure_lengths(
             trained.model,
@@ -121,11 +122,13 @@ def _language_model(settings: Settings, method: str, seed: int, work: Path, shar
             stride=settings.stride or None,
             batch_tokens=settings.eval_batch_tokens,
             done=share.part("test", "measuring perplexity"),
+            refused=refused,
         )
         trunk = trained.model.base_model
         schedule = PerLayer([_together([trunk.encodings[i] for i in indices]) for indices in trunk.schedule])
         return {
             "perplexity": [loss.to_dict() for loss in measured.lengths],
+            "refused": {str(length): reason for length, reason in refused.items()},
             "positions": [
                 {"low": p.low, "high": p.high, "targets": p.targets, "mean": p.mean} for p in measured.positions
             ],
@@ -178,6 +181,7 @@ def _passkey_model(settings: Settings, method: str, seed: int, work: Path, share
 
     def measure() -> dict[str, Any]:
         began = time.perf_counter()
+        refused: dict[int, str] = {}
         found = passkey_by_length(
             trained.model,
             task,
@@ -186,9 +190,11 @@ def _passkey_model(settings: Settings, method: str, seed: int, work: Path, share
             seed=1_000_003 + seed,
             batch_tokens=settings.eval_batch_tokens,
             done=share.part("passkey_test", "measuring passkey"),
+            refused=refused,
         )
         return {
             "passkey": [result.to_dict() for result in found],
+            "passkey_refused": {str(length): reason for length, reason in refused.items()},
             "timing": {"passkey_test_seconds": time.perf_counter() - began},
         }
 

@@ -226,7 +226,8 @@ def _verdict(results: Mapping[str, Any]) -> str:
     base, longest = min(lengths, key=lambda length: (abs(length - trained), length)), lengths[-1]
     if base == longest:
         return ""
-    methods = [row["method"] for row in results["summary"]["methods"]]
+    known = [row["method"] for row in results["summary"]["methods"]]
+    methods = [method for method in known if (method, base) in at and (method, longest) in at]
     growth = {method: at[method, longest] / at[method, base] for method in methods}
     held = [method for method in methods if growth[method] <= 1.1]
     rose = sorted((method for method in methods if growth[method] > 1.1), key=lambda method: -growth[method])
@@ -235,6 +236,9 @@ def _verdict(results: Mapping[str, Any]) -> str:
         words.append(f"hold within 10 % from {base} to {longest}: {', '.join(held)}")
     if rose:
         words.append(f"rise: {', '.join(f'{method} ({growth[method]:.2g} times)' for method in rose)}")
+    refused = [method for method in known if method not in methods]
+    if refused:
+        words.append(f"refuse {longest}: {', '.join(refused)}")
     return f"Perplexity by length: {'; '.join(words)}."
 
 

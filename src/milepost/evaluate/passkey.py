@@ -72,11 +72,13 @@ def passkey_by_length(
     seed: int = 0,
     batch_tokens: int = 8192,
     done: Done | None = None,
+    refused: dict[int, str] | None = None,
 ) -> list[PasskeyResult]:
     """Accuracy of the answer at each length.
 
     prompts: number at each length, their depths spread evenly from start to end, or cycled through `depths`. The
     same (length, seed) gives the same prompts to every model. One pass with the answer in place tells both accuracies.
+    refused: where given, a length that the model refuses is left out and its reason put here.
     Raises `DataError` for no lengths or prompts, or a length that cannot hold a prompt.
     """
     chosen = sorted(set(lengths))
@@ -88,11 +90,17 @@ def passkey_by_length(
         for length in chosen:
             made = task.prompts(length, count=prompts, seed=seed, depths=depths)
             right: list[npt.NDArray[np.bool_]] = []
-            for group in _groups(made, batch_tokens):
-                right += _answers(model, group)
-                read += sum(map(len, group))
-                if done is not None:
-                    done(min(read, total), total)
+            try:
+                for group in _groups(made, batch_tokens):
+                    right += _answers(model, group)
+                    read += sum(map(len, group))
+                    if done is not None:
+                        done(min(read, total), total)
+            except ValueError as error:
+                if refused is None:
+                    raise
+                refused[length] = str(error)
+                continue
             tokens = np.concatenate(right)
             hits = tuple(bool(row.all()) for row in right)
             results.append(

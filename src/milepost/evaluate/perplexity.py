@@ -29,6 +29,10 @@ little context. The second holds the targets fixed, so that differences are the 
 Done = Callable[[int, int], None]
 
 
+class NotFinite(ValueError):
+    """The model's loss is NaN or infinite."""
+
+
 class LanguageModel(Protocol):
     """Anything that maps (B, L) token ids to logits: a tensor, or an object with `.logits`."""
 
@@ -179,17 +183,19 @@ def measure_lengths(
     stride: int | None = None,
     batch_tokens: int = 8192,
     done: Done | None = None,
+    refused: dict[int, str] | None = None,
 ) -> Measured:
     """The loss at each length by each measure over the same regions, and by position at the longest length.
 
     source: the tokens that `regions` point into, such as `corpus.test`.
     last: targets of the measure "last" in each region (default: the shortest length). stride: of "sliding" (default:
     half the length). batch_tokens: tokens of one forward pass; a window is never split. done: called with (tokens
-    read, tokens in all).
+    read, tokens in all). refused: where given, a length that the model refuses (a learned table that ends) is left out
+    and its reason put here; otherwise the model's ValueError is raised.
 
     A window that several measures need is read once. Positions are empty unless "windows" is measured.
-    Raises `DataError` for no lengths, an unknown measure, a length beyond the regions' size; `ValueError` when the
-    model's loss is not a number.
+    Raises `DataError` for no lengths, an unknown measure, a length beyond the regions' size; `NotFinite` (a ValueError)
+    when the model's loss is not a number.
     """
     lengths = sorted(set(lengths))
     measures = list(dict.fromkeys(measures))
@@ -211,16 +217,25 @@ def measure_lengths(
         for length in lengths:
             starts, rows_of = _distinct(plan, length)
             losses = np.empty((len(starts), length), dtype=np.float32)
-            for rows, values in _batches(model, source, starts, length, batch_tokens):
-                losses[rows] = values
-                read += values.size
-                if done is not None:
-                    done(read, total)
+            try:
+                for rows, values in _batches(model, source, starts, length, batch_tokens):
+                    losses[rows] = values
+                    read += values.size
+                    if done is not None:
+                        done(read, total)
+            except NotFinite:
+                raise
+            except ValueError as error:
+                if refused is None:
+                    raise
+                refused[length] = str(error)
+                continue
             for measure, rows_index in rows_of.items():
                 found[measure, length] = _by_region(measure, plan[measure, length], losses[rows_index], regions)
-            if length == lengths[-1] and "windows" in rows_of:
+            if "windows" in rows_of:
                 positions = _by_position(losses[rows_of["windows"]], plan["windows", length].counted())
-    return Measured([found[measure, length] for measure in measures for length in lengths], positions)
+    keys = [(measure, length) for measure in measures for length in lengths]
+    return Measured([found[key] for key in keys if key in found], positions)
 
 
 def perplexity_by_length(
@@ -293,7 +308,7 @@ def _batches(
         values = token_losses(model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).cpu().numpy()
         if not np.isfinite(values).all():
             bad = int(np.argwhere(~np.isfinite(values))[0][1])
-            raise ValueError(
+            raise NotFinite(
                 f"the model's loss is not a number at position {bad} of a window of {length}: "
                 f"lower the learning rate, or check the encoding's parameters"
             )

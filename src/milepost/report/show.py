@@ -36,7 +36,18 @@ def bias_curves(encoding: Encoding, geometry: Geometry, *, length: int) -> dict[
     Returns {"kind": "bias" | "rotation" | "similarity", "distances": [n], "layers": [layers][heads][n]}:
     a bias in nats; the mean rotation score of equal content (1 at distance 0); the cosine of two positions' embeddings.
     None where there is no such curve (NoPE, or what depends on content). One layer where all layers share one set.
+    An encoding that refuses `length` is asked at its trained length.
     """
+    trained = geometry.get("trained_length")
+    try:
+        return _curves(encoding, geometry, length)
+    except ValueError:
+        if not trained or trained >= length:
+            raise
+        return _curves(encoding, geometry, int(trained))
+
+
+def _curves(encoding: Encoding, geometry: Geometry, length: int) -> dict[str, Any] | None:
     positions = Positions.full(length, queries=1, trained_length=geometry.get("trained_length"))
     distances = distances_up_to(length)
     layers: list[Any] = []
@@ -87,6 +98,8 @@ def attention_by_distance(encoding: Encoding, geometry: Geometry, *, length: int
         if getattr(terms, "weights", None) is not None:
             plain = replace(plain, weights=None)
         embedded = encoding.embed(torch.zeros(1, length, width), everywhere, tokens) if width == heads * dim else None
+        if terms.is_empty() and (embedded is None or not bool(embedded.any())):
+            return torch.full((heads, length), 1.0 / length)
         for _ in range(samples):
             q = torch.randn(1, heads, 1, dim, generator=generator)
             k = torch.randn(1, heads, length, dim, generator=generator)
@@ -111,19 +124,28 @@ def picture(encoding: Encoding, geometry: Geometry, *, length: int, title: str |
 
     A bias: one line a head against distance. A rotation: mean score against distance, and the wavelength of every
     pair. An absolute embedding: a heat map, and the similarity of positions. Anything else: mean attention by distance
-    over random content.
+    over random content. An encoding that refuses `length` is drawn up to its trained length.
     """
     title = title or encoding.name
     trained = geometry.get("trained_length")
     with torch.no_grad():
-        curve = bias_curves(encoding, geometry, length=length)
-        if curve is not None and curve["kind"] == "bias":
-            return _bias_picture(curve, title, trained)
-        if curve is not None and curve["kind"] == "rotation":
-            return _rotation_picture(encoding, curve, geometry, title, trained)
-        if curve is not None:
-            return _absolute_picture(encoding, curve, geometry, title, length)
-        return _attention_picture(attention_by_distance(encoding, geometry, length=min(length, 512)), title, trained)
+        try:
+            return _picture(encoding, geometry, length, title, trained)
+        except ValueError:
+            if not trained or trained >= length:
+                raise
+            return _picture(encoding, geometry, int(trained), title, trained)
+
+
+def _picture(encoding: Encoding, geometry: Geometry, length: int, title: str, trained: int | None) -> Figure:
+    curve = _curves(encoding, geometry, length)
+    if curve is not None and curve["kind"] == "bias":
+        return _bias_picture(curve, title, trained)
+    if curve is not None and curve["kind"] == "rotation":
+        return _rotation_picture(encoding, curve, geometry, title, trained)
+    if curve is not None:
+        return _absolute_picture(encoding, curve, geometry, title, length)
+    return _attention_picture(attention_by_distance(encoding, geometry, length=min(length, 512)), title, trained)
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
@@ -163,10 +185,7 @@ def _similarity_by_distance(encoding: Encoding, width: int, length: int) -> Tens
 
 def _embedding(encoding: Encoding, width: int, length: int) -> Tensor | None:
     """(length, width): what is added to the token embeddings."""
-    try:
-        added = encoding.embed(torch.zeros(1, length, width), Positions.full(length))[0].float()
-    except (ValueError, IndexError):
-        return None  # beyond the longest position that it has
+    added = encoding.embed(torch.zeros(1, length, width), Positions.full(length))[0].float()
     return added if bool(added.any()) else None
 
 
@@ -274,31 +293,31 @@ def _attention_picture(weights: Tensor, title: str, trained: int | None) -> Figu
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
+    heads, length = weights.shape
     with figure_style():
         figure = Figure(figsize=(6.6, 4.0))
         axes = figure.add_subplot()
-        distances = [max(d, 0.9) for d in range(weights.shape[1])]
-        bins = distances_up_to(weights.shape[1], 40)
-        for head, color in enumerate(head_colors(len(weights))):
-            smooth = [
-                float(weights[head, low:high].mean())
-                for low, high in zip(bins, [*bins[1:], len(distances)], strict=True)
-            ]
-            axes.plot([max(b, 0.9) for b in bins], smooth, color=color, linewidth=1.8)
+        bins = distances_up_to(length, 40)
+        ends = [*bins[1:], length]
+        for head, color in enumerate(head_colors(heads)):
+            share = [float(weights[head, low:high].mean()) * length for low, high in zip(bins, ends, strict=True)]
+            axes.plot([max(b, 0.9) for b in bins], share, color=color, linewidth=1.8)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_yscale("log")
-        axes.axhline(1 / weights.shape[1], color=INK, linewidth=0.9, linestyle=(0, (2, 2)), alpha=0.7)
-        axes.annotate(
-            "even attention", (0.01, 1 / weights.shape[1]), xycoords=("axes fraction", "data"), xytext=(0, 3),
-            textcoords="offset points", fontsize=8.5,
-        )  # fmt: skip
+        low, high = axes.get_ylim()
+        low, high = max(min(low, 0.09), 1e-4), max(high, 11.0)
+        axes.set_ylim(low, high)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), alpha=0.7)
+        axes.set_xlim(0.9, length)
         _mark_trained(axes, trained)
         axes.set_title(title, pad=10)
         axes.set_xlabel("distance (tokens)")
-        axes.set_ylabel("mean attention, random content")
-        _head_legend(axes, len(weights))
+        axes.set_ylabel("attention (1 = even), random content")
+        _head_legend(axes, heads)
         _margins(figure, right=1.05)
     return figure
 

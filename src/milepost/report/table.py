@@ -210,7 +210,10 @@ def _perplexity_table(results: Mapping[str, Any], measure: str) -> Table:
         method = row["method"]
         line = [Cell(method), Cell(_count(row["parameters"]))]
         for length in lengths:
-            cell = cells[method, length]
+            cell = cells.get((method, length))
+            if cell is None:
+                line.append(Cell("–"))
+                continue
             half = cell["spread"] if cell["spread"] is not None else (cell["high"] - cell["low"]) / 2
             detail = f"±{_like(half, cell['value'])}" if math.isfinite(half) else ""
             line.append(Cell(number(cell["value"]), detail, number(cell["value"]) == number(best[length])))
@@ -222,9 +225,11 @@ def _perplexity_table(results: Mapping[str, Any], measure: str) -> Table:
         if several
         else f"half of a 95 % bootstrap interval over {table['documents']} documents"
     )
+    refusal = "; – the encoding refuses that length" if len(cells) < len(rows) * len(lengths) else ""
     caption = (
         f"{table['targets']:,} targets at every length, each counted once; ± {spread}; * best of a column; "
-        f"sorted by the longest length; tokens/s of training."
+        f""
+        f"sorted by the longest length; tokens/s of training{refusal}."
     )
     return Table(
         MEASURE_TITLES.get(measure, measure), tuple(columns), tuple(rows), caption, name=f"perplexity-{measure}"

@@ -1,0 +1,7 @@
+"""`python -m milepost` is the command `milepost`."""
+
+from __future__ import annotations
+
+from milepost.cli import main
+
+main()

@@ -1,4 +1,4 @@
-"""Sinusoidal, learned, segment, complex and Legendre codes: identities, modes beyond the length, other people's code."""
+"""Sinusoidal, learned, segment, complex and Legendre codes: identities, modes beyond the length, parity."""
 
 from __future__ import annotations
 

@@ -18,32 +18,34 @@ from milepost.terms import Branch, Terms
 
 
 class _Field:
-    """h and its derivative at the times of a fixed grid; the time column of both layers is added up beforehand."""
+    """h at the times of a fixed grid; the time column of both layers is added up beforehand."""
 
     def __init__(self, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, step: float, first: int, steps: int) -> None:
         index = torch.arange(first, first + steps, dtype=torch.float64, device=w1.device)[:, None]
         thirds = torch.arange(4, dtype=torch.float64, device=w1.device) / 3
         self.times = (step * (index + thirds)).to(w1.dtype)
-        self.w1, self.w2 = w1[:, :-1], w2[:, :-1]
-        self.add1 = b1 + self.times[..., None] * w1[:, -1]
-        self.add2 = b2 + self.times[..., None] * w2[:, -1]
+        self.w1, self.w2 = w1[:, :-1].contiguous(), w2[:, :-1].contiguous()
+        self.w1t, self.w2t = self.w1.t(), self.w2.t()
+        self.add1 = (b1 + self.times.view(-1, 1) * w1[:, -1]).unbind(0)
+        self.add2 = (b2 + self.times.view(-1, 1) * w2[:, -1]).unbind(0)
 
-    def __call__(self, y: Tensor, step: int, third: int) -> tuple[Tensor, Tensor]:
-        """h at state ``(S, D)``, and the hidden layer after its ReLU."""
-        hidden = torch.addmm(self.add1[step, third], y, self.w1.t()).relu_()
-        return torch.addmm(self.add2[step, third], hidden, self.w2.t()), hidden
+    def __call__(self, y: Tensor, time: int) -> tuple[Tensor, Tensor]:
+        """h at state ``(S, D)`` and time ``4 * step + third``, and the hidden layer after its ReLU."""
+        hidden = torch.addmm(self.add1[time], y, self.w1t).relu_()
+        return torch.addmm(self.add2[time], hidden, self.w2t), hidden
 
-
-def _stages(field: _Field, y: Tensor, h: float, step: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The four slopes of the 3/8 rule, the states they were taken at, and their hidden layers."""
-    k1, a1 = field(y, step, 0)
-    y2 = y + (h / 3) * k1
-    k2, a2 = field(y2, step, 1)
-    y3 = y + h * (k2 - k1 / 3)
-    k3, a3 = field(y3, step, 2)
-    y4 = y + h * (k1 - k2 + k3)
-    k4, a4 = field(y4, step, 3)
-    return [k1, k2, k3, k4], [y, y2, y3, y4], [a1, a2, a3, a4]
+    def stages(self, y: Tensor, h: float, step: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """One step of the 3/8 rule: the states its slopes were taken at, their hidden layers, and the next state."""
+        k1, a1 = self(y, 4 * step)
+        y2 = torch.add(y, k1, alpha=h / 3)
+        k2, a2 = self(y2, 4 * step + 1)
+        y3 = torch.add(y, k2, alpha=h).add_(k1, alpha=-h / 3)
+        k3, a3 = self(y3, 4 * step + 2)
+        y4 = torch.add(y, k1, alpha=h).add_(k2, alpha=-h).add_(k3, alpha=h)
+        k4, a4 = self(y4, 4 * step + 3)
+        k2.add_(k3)
+        after = torch.add(y, k1, alpha=h / 8).add_(k2, alpha=3 * h / 8).add_(k4, alpha=h / 8)
+        return [y, y2, y3, y4], [a1, a2, a3, a4], after
 
 
 def integrate(
@@ -55,13 +57,11 @@ def integrate(
     """
     h = delta / substeps
     field = _Field(w1, b1, w2, b2, h, first * substeps, max(count - 1, 0) * substeps)
-    y, states, step = start, [start], 0
-    for _ in range(count - 1):
-        for _ in range(substeps):
-            (k1, k2, k3, k4), _, _ = _stages(field, y, h, step)
-            y = y + (h / 8) * (k1 + 3 * (k2 + k3) + k4)
-            step += 1
-        states.append(y)
+    y, states = start, [start]
+    for step in range((count - 1) * substeps):
+        _, _, y = field.stages(y, h, step)
+        if (step + 1) % substeps == 0:
+            states.append(y)
     return torch.stack(states)
 
 
@@ -93,25 +93,25 @@ def floater_backward(
     states, y = [], start
     for step in range((count - 1) * substeps):
         states.append(y)
-        (k1, k2, k3, k4), _, _ = _stages(field, y, h, step)
-        y = y + (h / 8) * (k1 + 3 * (k2 + k3) + k4)
+        _, _, y = field.stages(y, h, step)
     outer: dict[str, list[Tensor]] = {"slope": [], "hidden": [], "before": [], "state": [], "time": []}
 
     def pull(slope: Tensor, state: Tensor, hidden: Tensor, time: Tensor) -> Tensor:
-        before = (slope @ field.w2) * (hidden > 0)
-        for name, value in zip(outer, (slope, hidden, before, state, time.expand(size)), strict=True):
+        before = torch.mm(slope, field.w2).mul_(hidden > 0)
+        for name, value in zip(outer, (slope, hidden, before, state, time), strict=True):
             outer[name].append(value)
-        return before @ field.w1
+        return torch.mm(before, field.w1)
 
+    times = field.times.view(-1, 1).expand(-1, size).unbind(0)
     g = arriving[count - 1]
     for step in reversed(range((count - 1) * substeps)):
-        _, (y1, y2, y3, y4), (a1, a2, a3, a4) = _stages(field, states[step], h, step)
-        t1, t2, t3, t4 = field.times[step]
-        g4 = pull((h / 8) * g, y4, a4, t4)
-        g3 = pull((3 * h / 8) * g + h * g4, y3, a3, t3)
-        g2 = pull((3 * h / 8) * g - h * g4 + h * g3, y2, a2, t2)
-        g1 = pull((h / 8) * g + h * g4 - (h / 3) * g3 + (h / 3) * g2, y1, a1, t1)
-        g = g + g1 + g2 + g3 + g4
+        (y1, y2, y3, y4), (a1, a2, a3, a4), _ = field.stages(states[step], h, step)
+        t1, t2, t3, t4 = times[4 * step : 4 * step + 4]
+        g4 = pull(g * (h / 8), y4, a4, t4)
+        g3 = pull((g * (3 * h / 8)).add_(g4, alpha=h), y3, a3, t3)
+        g2 = pull((g * (3 * h / 8)).add_(g4, alpha=-h).add_(g3, alpha=h), y2, a2, t2)
+        g1 = pull((g * (h / 8)).add_(g4, alpha=h).add_(g3, alpha=-h / 3).add_(g2, alpha=h / 3), y1, a1, t1)
+        g = (g + g1).add_(g2).add_(g3).add_(g4)
         if step % substeps == 0:
             g = g + arriving[step // substeps]
     if not outer["slope"]:
@@ -281,9 +281,8 @@ class FLOATERLayer(_Path):
 
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         heads = (self.config.num_heads, self.config.head_dim)
-        at_queries, at_keys = (
-            self.states(at).unflatten(-1, heads).transpose(2, 3) for at in (positions.query, positions.key)
-        )
+        both = self.states(torch.cat([positions.query, positions.key], dim=1)).unflatten(-1, heads).transpose(2, 3)
+        at_queries, at_keys = both.split([positions.num_queries, positions.num_keys], dim=3)
 
         def query(q: Tensor) -> Tensor:
             return add(q, at_queries[0])

@@ -128,7 +128,8 @@ class Encoding(nn.Module):
             positions: where queries and keys stand.
             tokens: ``(B, K)`` ids of all keys; only encodings with ``needs_tokens`` read them.
         """
-        with torch.autocast(positions.device.type, enabled=False):
+        device = positions.device.type
+        with torch.autocast("cpu" if device == "meta" else device, enabled=False):  # autocast does not know meta
             terms = self.terms(positions, tokens)
         return terms if terms.name else replace(terms, name=self.name)
 

@@ -4,8 +4,8 @@
     model_config = MilepostConfig(vocab_size=corpus.vocab_size, encoding="alibi", trained_length=128)
     result = train(model_config, TrainConfig(steps=400, length=128), corpus, "runs/alibi")
 
-One seed gives every method the same initial trunk and the same windows in the same order. An interrupted training goes on
-from its last intact checkpoint to the same losses. Under ``torchrun`` the same call trains on every process.
+One seed gives every method the same initial trunk and the same windows in the same order. An interrupted training goes
+on from its last intact checkpoint to the same losses. Under ``torchrun`` the same call trains on every process.
 """
 
 from __future__ import annotations
@@ -226,7 +226,6 @@ def train(
         model_config.dropout = config.dropout
     arguments = _arguments(config, folder)
     items = _items(config, data, arguments.world_size)
-    steps = items.steps
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     if arguments.process_index == 0:
@@ -236,6 +235,8 @@ def train(
     torch.manual_seed(config.seed)
     with _quiet():
         model = AutoModelForCausalLM.from_config(model_config)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
         trainer = _Trainer(config=config, items=items, progress=progress, model=model, args=arguments)
         checkpoint = latest_checkpoint(folder)
         trainer.start_from(checkpoint)
@@ -539,7 +540,6 @@ def _arguments(config: TrainConfig, folder: Path) -> TrainingArguments:
         ignore_data_skip=True,
         dataloader_num_workers=config.workers,
         torch_compile=config.compile,
-        gradient_checkpointing=config.gradient_checkpointing,
         ddp_find_unused_parameters=False,
     )
 

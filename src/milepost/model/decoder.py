@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 from milepost.attention import attend
 from milepost.encoding import Encoding
 from milepost.model.config import MilepostConfig
-from milepost.model.inputs import all_tokens, is_static, padding_of, positions_of, segments_for, to_capacity
+from milepost.model.inputs import all_tokens, is_static, padding_of, positions_of, to_capacity
 from milepost.model.layout import lay_out
 from milepost.positions import Positions
 from milepost.terms import Terms
@@ -105,6 +106,10 @@ class MilepostPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"encodings"}
     _can_compile_fullgraph = True
     _supports_sdpa = True
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Every module, those without parameters of their own too: a block and an encoding initialise their parts."""
+        super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -214,12 +219,13 @@ class MilepostModel(MilepostPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache()
         positions = positions_of(x, cache, attention_mask, position_ids, document_ids, padding_side, self.config)
+        if token_type_ids is not None:
+            positions = replace(positions, query_segment=token_type_ids)
         tokens = context_tokens
         if any(encoding.needs_tokens for encoding in self.encodings):
             tokens = all_tokens(input_ids if tokens is None else tokens, positions, cache)
         for index in self.originals:
-            encoding = self.encodings[index]
-            x = encoding.embed(x, positions, tokens, **segments_for(encoding, token_type_ids))
+            x = self.encodings[index].embed(x, positions, tokens)  # type: ignore[operator]  # ModuleList hides the class
         x = self.dropout(x)
         states = [x]
         for layer, terms in zip(self.layers, self.terms(positions, tokens), strict=True):

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from milepost.encoding import Encoding
 from milepost.model.config import MilepostConfig
 from milepost.positions import Positions
 
@@ -47,6 +46,9 @@ def positions_of(
         mask = None if side == "none" else mask
     elif side is None:
         side = config.padding_side
+    if is_static(cache) and not static:  # its first use: nothing stands beyond these tokens
+        mask = None if mask is None else mask[:, :keys]
+        position_ids = None if position_ids is None else position_ids[:, :keys]
     for name, given in (("attention_mask", mask), ("position_ids", position_ids), ("document_ids", document_ids)):
         if given is not None and not static and given.shape[1] != keys:
             raise ValueError(f"{name} covers all {keys} tokens, cached and new; got shape {tuple(given.shape)}")
@@ -74,19 +76,14 @@ def positions_of(
 
 
 def all_tokens(tokens: Tensor | None, positions: Positions, cache: Cache | None) -> Tensor:
-    if tokens is not None and cache is not None and isinstance(positions.query_start, Tensor):
-        tokens = to_capacity(tokens, cache, 0)
+    if tokens is not None and is_static(cache):
+        tokens = to_capacity(tokens, cache, 0)[:, : positions.num_keys]
     if tokens is None or tokens.shape[1] != positions.num_keys:
         raise ValueError(
             f"this encoding reads the ids of all {positions.num_keys} tokens, cached and new; "
             f"got {'none' if tokens is None else tokens.shape[1]}: pass context_tokens"
         )
     return tokens
-
-
-def segments_for(encoding: Encoding, token_type_ids: Tensor | None) -> dict[str, Tensor]:
-    reads = getattr(encoding, "needs_segments", False)
-    return {"segments": token_type_ids} if reads and token_type_ids is not None else {}
 
 
 def is_static(cache: Cache | None) -> bool:

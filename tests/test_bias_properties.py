@@ -98,14 +98,14 @@ def test_gradcheck_of_content_dependent_buckets() -> None:
 @pytest.mark.parametrize("key", LEARNED)
 def test_every_parameter_gets_a_finite_gradient_through_attention(key: str) -> None:
     encoding = make(key)
-    # TISA's far offsets and ReLUs of FIRE may have none by chance; 64 tokens reach every bucket and distance of use.
     positions = Positions.full(64)
     q, k, v = torch.randn(3, 1, HEADS, 64, HEAD_DIM)
     attend(q, k, v, positions, encoding(positions)).square().sum().backward()
     for name, parameter in encoding.named_parameters():
         assert parameter.dim() > 0, f"{name} is a scalar, which FSDP2 refuses"
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-        assert parameter.grad.abs().max() > 0, name
+        if name != "mlp.2.bias":  # FIRE's last constant shifts whole rows, which the softmax does not see
+            assert parameter.grad.abs().max() > 1e-5, name
 
 
 # ---- precision ------------------------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ class Kernel:
     name: str
 
 
+def call_size() -> int:
+    """Bytes of the record that a call passes to the library: part of its version."""
+    return ctypes.sizeof(_Call)
+
+
 def unavailable() -> str | None:
     """Why there is no compiled kernel in this process, or None."""
     found = _load(os.environ.get("MILEPOST_KERNEL", ""), os.environ.get("MILEPOST_KERNEL_PATH", ""))
@@ -151,7 +156,7 @@ def _load(wanted: str, path: str) -> Kernel | str:
             function.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64)]
     except (OSError, AttributeError) as error:
         return f"{file.name} could not be loaded ({error}): {HOW_TO_GET_IT}"
-    if library.milepost_version() != VERSION or library.milepost_call_size() != ctypes.sizeof(_Call):
+    if library.milepost_version() != VERSION or library.milepost_call_size() != call_size():
         return f"{file.name} was compiled from another version of milepost: {HOW_TO_GET_IT}"
     name = library.milepost_instruction_set(wanted.encode())
     if name is None:

@@ -16,7 +16,7 @@ import typer
 
 from milepost.cli.errors import explain
 
-COMMANDS = ("compare", "train", "eval", "list", "show", "env")
+COMMANDS = ("compare", "train", "eval", "doctor", "export", "list", "show", "env")
 """Modules of this package, in the order of the help. Each has `register(app)`."""
 
 DONE, FAILED, USAGE = 0, 1, 2
@@ -55,7 +55,7 @@ def build_app() -> typer.Typer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
-    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
+    sys.exit(run(sys.argv[1:] if arguments is None else [*arguments]))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     # Nothing here may reach for a network, nor ask for a display
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
         os.environ.setdefault(name, "1")
-    arguments = list(arguments)
+    arguments = [*arguments]
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")

@@ -53,8 +53,10 @@ class FrequencyMethod(Protocol):
 
 
 def is_number(value: object) -> bool:
-    """A finite real number; bool is not one."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite real number that a float can hold; bool is not one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 2**1023
 
 
 def refuse(owner: object, problems: Sequence[str]) -> None:

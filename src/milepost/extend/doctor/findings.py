@@ -1,0 +1,184 @@
+"""What a check reports, and the view of a document that checks read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from milepost.encodings.frequencies.base import is_number
+from milepost.extend.doctor.rules import RULES, Severity
+
+Path = tuple[str, ...]
+
+
+class _Delete:
+    """Marker: the key goes away."""
+
+    def __repr__(self) -> str:
+        return "DELETE"
+
+
+DELETE = _Delete()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One edit of a document: the value at ``path`` becomes ``value`` (or disappears)."""
+
+    path: Path
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One rule that a document breaks, in words, with the cure where there is one."""
+
+    rule: str
+    words: str
+    fix: str | None = None
+    where: Path = ()
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def severity(self) -> Severity:
+        return RULES[self.rule].severity
+
+    @property
+    def page(self) -> str:
+        """The rule's page in the documentation."""
+        return f"docs/doctor/{self.rule}.md"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return {
+            "id": self.rule,
+            "severity": self.severity,
+            "where": ".".join(self.where),
+            "words": self.words,
+            "fix": self.fix,
+            "page": self.page,
+        }
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a finite number, else None."""
+    return value if is_number(value) else None
+
+
+def whole(value: Any) -> int | None:
+    """The value as an int if it is a whole number above 0, else None."""
+    found = number(value)
+    return int(found) if found is not None and found > 0 and found == int(found) else None
+
+
+def figure(value: float) -> str:
+    """A number as people write it: 1000000 and 0.25, not 1e+06."""
+    return str(int(value)) if value == int(value) and abs(value) < 1e15 else f"{value:.10g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """One rope block of a document, with the configuration around it; every value as it stands in the file."""
+
+    config: Mapping[str, Any]
+    block: Mapping[str, Any]
+    path: Path = ()
+    config_path: Path = ()
+    layer_type: str | None = None
+    kind: str = "config"
+    checkpoint: Mapping[str, Any] | None = None
+    replace_trained: bool = False
+    stated: bool = field(default=True)
+    """False where the document has no rope block at all."""
+
+    def get(self, *names: str) -> Any:
+        """The first of these keys of the configuration that is there and not null."""
+        return next((self.config[name] for name in names if self.config.get(name) is not None), None)
+
+    def at(self, key: str) -> Path:
+        """The path of a key of the block."""
+        return (*self.path, key)
+
+    def top(self, key: str) -> Path:
+        """The path of a key of the configuration."""
+        return (*self.config_path, key)
+
+    @property
+    def type(self) -> str | None:
+        """The block's type, lower case, aliases resolved; None where it names none or no text."""
+        found = self.block.get("rope_type")
+        found = self.block.get("type") if found is None else found
+        if found is None and set(self.block) <= {"rope_theta", "partial_rotary_factor"}:
+            return "default"
+        if not isinstance(found, str):
+            return None
+        return {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}.get(found.lower(), found.lower())
+
+    @property
+    def theta(self) -> Any:
+        """The base, wherever it stands."""
+        found = self.block.get("rope_theta")
+        return self.get("rope_theta", "rotary_emb_base") if found is None else found
+
+    @property
+    def max_length(self) -> int | None:
+        found = whole(self.get("max_position_embeddings", "n_positions"))
+        if found is None and self.kind == "override" and self.checkpoint is not None:
+            return whole(self.checkpoint.get("max_position_embeddings"))
+        return found
+
+    @property
+    def original(self) -> int | None:
+        """The original length, from the block or beside it."""
+        inner = whole(self.block.get("original_max_position_embeddings"))
+        return inner if inner is not None else whole(self.get("original_max_position_embeddings"))
+
+    @property
+    def factor(self) -> float | None:
+        return number(self.block.get("factor"))
+
+    @property
+    def partial(self) -> float | None:
+        found = number(self.block.get("partial_rotary_factor"))
+        return found if found is not None else number(self.get("partial_rotary_factor", "rotary_pct", "rope_pct"))
+
+    @property
+    def head_dim(self) -> int | None:
+        found = whole(self.get("qk_rope_head_dim", "head_dim"))
+        if found is not None:
+            return found
+        hidden, heads = whole(self.get("hidden_size", "n_embd")), whole(self.get("num_attention_heads", "n_head"))
+        return hidden // heads if hidden and heads and hidden >= heads else None
+
+    @property
+    def rotary_dim(self) -> int | None:
+        head_dim, partial = self.head_dim, self.partial
+        if head_dim is None or partial is None or self.type == "proportional":
+            return head_dim
+        return int(head_dim * partial)
+
+
+def apply(document: Any, changes: Iterable[Change]) -> Any:
+    """A copy of a document with changes made; a path that is not there is created, or left alone when deleted."""
+    document = copy.deepcopy(document)
+    for change in changes:
+        if not change.path:
+            document = change.value
+            continue
+        place = document
+        for key in change.path[:-1]:
+            if not isinstance(place.get(key), dict):
+                place[key] = {}
+            place = place[key]
+        if isinstance(change.value, _Delete):
+            place.pop(change.path[-1], None)
+        else:
+            place[change.path[-1]] = change.value
+    return document
+
+
+def listed(words: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,140 @@
+"""Checks of GGUF metadata, alone and against the config.json beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from milepost.encodings.frequencies import rope_fields
+from milepost.extend.doctor.findings import Finding, figure, number, whole
+from milepost.extend.doctor.layout import Layout, LayoutGuess
+from milepost.extend.doctor.statements import describe
+from milepost.extend.engines import EngineError, llama_cpp_frequencies
+from milepost.extend.export import llama_cpp_rope
+
+KNOWN = ("none", "linear", "yarn", "longrope")
+
+PAIRS: dict[str, Layout] = {
+    "llama": "interleaved",
+    **dict.fromkeys(("qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "gptneox", "stablelm", "olmo2"), "half"),
+}
+"""Channels that llama.cpp rotates together, by architecture: its converter permutes llama's rows."""
+
+
+def check_gguf(
+    keys: Mapping[str, Any], tensors: Mapping[str, Any], config: Mapping[str, Any] | None
+) -> Iterator[Finding]:
+    """Findings about rope keys (without the architecture's prefix) and rope tensors."""
+    base = keys.get("rope.freq_base")
+    if base is None:
+        stated = _config_value(config, "theta")
+        yield Finding(
+            rule="gguf-base-missing",
+            where=("rope.freq_base",),
+            words="rope.freq_base is missing: llama.cpp takes 10000"
+            + (f", config.json says {figure(stated)}" if number(stated) else ""),
+            fix="gguf_set_metadata cannot add a key: convert again, or pass --rope-freq-base "
+            + (f"{figure(stated)}" if number(stated) else "BASE"),
+        )
+    elif number(base) is None or base <= 1:
+        yield Finding(
+            rule="number-out-of-range", where=("rope.freq_base",), words=f"rope.freq_base is {base}, must be above 1"
+        )
+    kind = keys.get("rope.scaling.type")
+    factor, original = keys.get("rope.scaling.factor"), keys.get("rope.scaling.original_context_length")
+    if kind is not None and kind not in KNOWN:
+        yield Finding(
+            rule="gguf-scaling-unknown",
+            where=("rope.scaling.type",),
+            words=f"rope.scaling.type {kind!r} is none of {', '.join(KNOWN)}",
+        )
+    missing = []
+    if kind in ("linear", "yarn") and number(factor) is None:
+        missing.append("rope.scaling.factor")
+    if kind in ("yarn", "longrope") and whole(original) is None:
+        missing.append("rope.scaling.original_context_length")
+    if kind == "longrope" and not tensors:
+        missing.append("rope_factors_long.weight and rope_factors_short.weight")
+    for key in missing:
+        context = keys.get("context_length")
+        yield Finding(
+            rule="gguf-scaling-incomplete",
+            where=(key,),
+            words=f"rope.scaling.type is {kind} and {key} is missing"
+            + (f": llama.cpp measures against {context}" if "original" in key and context else ""),
+        )
+    for name, values in tensors.items():
+        dim = whole(keys.get("rope.dimension_count"))
+        if dim is not None and len(values) != dim // 2:
+            yield Finding(
+                rule="list-length", where=(name,), words=f"{name} has {len(values)} numbers for {dim // 2} pairs"
+            )
+    if config is not None:
+        yield from _against_config(keys, config)
+
+
+def check_gguf_layout(architecture: Any, guess: LayoutGuess) -> Iterator[Finding]:
+    """Rows of the query and key projections stand as llama.cpp rotates them."""
+    wanted = PAIRS.get(str(architecture))
+    if wanted is not None and guess.layout is not None and guess.layout != wanted:
+        yield Finding(
+            rule="layout-mismatch",
+            words=f"the weights couple {guess.layout} pairs (scores: half {guess.half:.2f}, interleaved "
+            f"{guess.interleaved:.2f}); llama.cpp rotates {wanted} pairs for {architecture}",
+            fix="convert again with the converter of llama.cpp, which permutes the rows",
+        )
+
+
+def _config_value(config: Mapping[str, Any] | None, name: str) -> Any:
+    if config is None:
+        return None
+    try:
+        return getattr(rope_fields(config), name)
+    except ValueError:
+        return None
+
+
+def _against_config(keys: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Finding]:
+    pairs = (
+        ("rope.freq_base", "rope_theta", _config_value(config, "theta")),
+        ("context_length", "max_position_embeddings", _config_value(config, "max_length")),
+        ("rope.dimension_count", "head_dim", _rotary(config)),
+        ("rope.scaling.original_context_length", "original_max_position_embeddings", _original(config)),
+    )
+    for key, name, stated in pairs:
+        found = number(keys.get(key))
+        wanted = number(stated)
+        if found is not None and wanted is not None and not math.isclose(found, wanted, rel_tol=1e-6):
+            yield Finding(
+                rule="gguf-config-disagree",
+                where=(key,),
+                words=f"{key} is {figure(found)}, {name} of config.json is {figure(wanted)}",
+            )
+
+
+def _rotary(config: Mapping[str, Any]) -> Any:
+    head_dim, partial = _config_value(config, "head_dim"), _config_value(config, "partial")
+    return head_dim * partial if number(head_dim) and number(partial) else head_dim
+
+
+def _original(config: Mapping[str, Any]) -> Any:
+    return _config_value(config, "original_length")
+
+
+def gguf_statements(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What llama.cpp makes of these keys."""
+    base = number(keys.get("rope.freq_base")) or 10000.0
+    context = whole(keys.get("context_length"))
+    dim = whole(keys.get("rope.dimension_count"))
+    if dim is None:
+        width, heads = whole(keys.get("embedding_length")), whole(keys.get("attention.head_count"))
+        dim = width // heads if width and heads else None
+    if context is None or dim is None or dim % 2 or not 2 <= dim <= 4096 or base <= 1:
+        return {}
+    complete = {**keys, "rope.freq_base": base, "rope.dimension_count": dim, "context_length": context}
+    try:
+        found = llama_cpp_frequencies(llama_cpp_rope(complete, tensors), n_ctx=context)
+    except (EngineError, ValueError, TypeError, ZeroDivisionError, OverflowError) as error:
+        return {"llama.cpp": [f"stops: {error}"]}
+    return {"llama.cpp": [f"with a context of {context}: {describe(found, base)}"]}

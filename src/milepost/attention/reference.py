@@ -95,11 +95,11 @@ def _rows(
 
     some = allowed.any(-1, keepdim=True)
     weights = torch.softmax(logits.masked_fill(~allowed & some, -torch.inf), dim=-1)
-    weights = torch.where(some, weights, 0.0)
+    weights = F.dropout(torch.where(some, weights, 0.0), dropout)
     addition = None
     if terms.weights is not None:
         weights, addition = terms.weights(weights, positions=positions)
-    out = _per_group(F.dropout(weights, dropout), v)
+    out = _per_group(weights, v)
     return out if addition is None else out + addition
 
 

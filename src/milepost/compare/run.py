@@ -72,6 +72,7 @@ def model_config(settings: Settings, method: str, *, vocab_size: int, passkey: b
         dropout=0.0 if passkey else settings.dropout,
         trained_length=settings.passkey_train_length if passkey else settings.train_length,
         encoding=method,
+        initializer_range=settings.passkey_init_std if passkey else settings.init_std,
     )
 
 

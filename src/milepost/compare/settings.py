@@ -72,12 +72,14 @@ class Settings:
     passkey_train_length: int = _option(64, "longest passkey prompt in training")
     passkey_test_lengths: tuple[int, ...] = _option((64, 128, 256, 512, 1024), "prompt lengths in the test")
     passkey_prompts: int = _option(40, "prompts at each length")
-    passkey_steps: int = _option(600, "training steps of the passkey model")
-    passkey_batch_size: int = _option(32, "prompts in a batch")
+    passkey_steps: int = _option(500, "training steps of the passkey model")
+    passkey_batch_size: int = _option(16, "prompts in a batch")
     passkey_lr: float = _option(3e-3, "peak learning rate of the passkey model")
     passkey_layers: int = _option(2, "layers of the passkey model")
     passkey_width: int = _option(64, "width of the passkey model")
     passkey_heads: int = _option(4, "heads of the passkey model")
+    passkey_init_std: float = _option(0.1, "standard deviation of its initial weights (0.02 learns this task slowly)")
+    init_std: float = _option(0.02, "standard deviation of the language model's initial weights")
     checkpoint_every: int = _option(100, "steps between checkpoints, from which a killed training goes on")
     threads: int = _option(1, "threads of each worker process")
 
@@ -126,7 +128,7 @@ class Settings:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 problems.append(f"{_flag(name)} {getattr(self, name)} must not be negative")
-        for name in ("lr", "passkey_lr", "clip", "encoding_lr_scale"):
+        for name in ("lr", "passkey_lr", "clip", "encoding_lr_scale", "init_std", "passkey_init_std"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 problems.append(f"{_flag(name)} {value} must be positive")

@@ -397,3 +397,41 @@ def test_absolute_codes_compose_with_maps_and_sums() -> None:
     both = Sum(sinusoidal, build("alibi", num_heads=4))
     assert torch.equal(both.embed(x, positions), sinusoidal.embed(x, positions))
     assert both(positions).bias is not None
+
+
+# ---- in the model ---------------------------------------------------------------------------------------------------
+
+
+def test_segment_ids_reach_the_encoding_through_the_model() -> None:
+    from milepost.model import MilepostConfig, MilepostForCausalLM
+
+    def model(encoding: str) -> torch.nn.Module:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 40, "width": 16, "num_heads": 4, "num_layers": 1, "trained_length": 32}
+        return MilepostForCausalLM(MilepostConfig(encoding=encoding, **sizes)).eval()
+
+    ids = torch.tensor([[2, 7, 8, 3, 9, 9, 3], [2, 7, 3, 9, 8, 9, 3]])
+    types = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]])
+    plain = model("segments")
+    with torch.no_grad():
+        typed = plain(input_ids=ids, token_type_ids=types).logits
+        found = model("segments:separators=(3,)")(input_ids=ids).logits
+        torch.testing.assert_close(found, typed, atol=1e-6, rtol=0)
+        assert not torch.allclose(plain(input_ids=ids).logits, typed)
+
+
+@pytest.mark.parametrize("name", [*WITH_EMBED, "floater-layers"])
+def test_generation_with_a_cache_equals_one_pass(name: str) -> None:
+    from milepost.model import MilepostConfig, MilepostForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "width": 16, "num_heads": 4, "num_layers": 2, "trained_length": 32}
+    model = MilepostForCausalLM(MilepostConfig(encoding=name, **sizes)).eval()
+    ids, mask = torch.randint(40, (2, 9)), torch.ones(2, 9).long()
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    with torch.no_grad():
+        steps = model.generate(input_ids=ids, attention_mask=mask, **options)
+        longer = torch.cat([mask, torch.ones(2, 5).long()], 1)
+        whole = model(input_ids=steps.sequences, attention_mask=longer).logits[:, 8:13]
+    torch.testing.assert_close(torch.stack(steps.logits, 1), whole, atol=1e-5, rtol=0)

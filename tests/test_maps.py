@@ -331,6 +331,13 @@ def test_hirope_identities() -> None:
     torch.testing.assert_close(partial, wanted, atol=1e-5, rtol=0)
 
 
+def test_hirope_window_follows_the_trained_length() -> None:
+    assert hirope().config.near == 512 and hirope(trained_length=128).config.near == 32
+    assert hirope(trained_length=128, window=0).config.near == 0
+    with pytest.raises(ValueError, match="window is not negative; got 0.5 and -1"):
+        hirope(window=-1)
+
+
 def test_hirope_pairs_see_tokens_or_levels() -> None:
     """d = 128, 32 fast pairs, i = (level 3, token 40), j = (level 1, token 10): the pairs turn by 30 or by 2."""
     tokens = torch.full((1, 41), 5)

@@ -140,7 +140,8 @@ class HiRoPEConfig(EncodingConfig):
         head_dim: width of one head.
         levels: what the higher level counts: ``lines``, ``blank-lines`` (paragraphs), or Python ``functions``.
         split: fraction of the pairs, the fast ones, that keep the token's position.
-        window: keys nearer than this (in slots) are compared by plain RoPE; 0 = none.
+        window: keys nearer than this, in tokens, are compared by plain RoPE; 0 = none; None = a quarter of
+            ``trained_length``, or 512 where that is not known.
         newline: token ids that end a line; default: a byte tokenizer's.
         base: rope_theta. layout: which channels form a pair.
     """
@@ -148,7 +149,8 @@ class HiRoPEConfig(EncodingConfig):
     head_dim: int
     levels: LevelName = "lines"
     split: float = 0.5
-    window: int = 512
+    window: int | None = None
+    trained_length: int | None = None
     newline: tuple[int, ...] = (NEWLINE,)
     base: float = 10000.0
     layout: Layout = "half"
@@ -156,10 +158,17 @@ class HiRoPEConfig(EncodingConfig):
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim is even and positive; got {self.head_dim}")
-        if not 0 <= self.split <= 1 or self.window < 0:
+        if not 0 <= self.split <= 1 or (self.window is not None and self.window < 0):
             raise ValueError(f"split lies in 0 .. 1 and window is not negative; got {self.split} and {self.window}")
         if self.levels not in ("lines", "blank-lines", "functions"):
             raise ValueError(f"levels is 'lines', 'blank-lines' or 'functions'; got {self.levels!r}")
+
+    @property
+    def near(self) -> int:
+        """The window in use."""
+        if self.window is not None:
+            return self.window
+        return 512 if self.trained_length is None else max(1, self.trained_length // 4)
 
 
 @register(
@@ -227,7 +236,7 @@ class HiRoPE(Encoding):
 
         query, key = positions.query, positions.key
         distant = (mixed(query, of_queries(level, positions)), mixed(key, level))
-        if options.window == 0:
+        if options.near == 0:
             return Terms(branches=(branch(*distant, None, None),))
-        near = branch(plain(query), plain(key), None, options.window)
-        return Terms(branches=(near, branch(*distant, options.window, None)), rotated_keys_cacheable=False)
+        near = branch(plain(query), plain(key), None, options.near)
+        return Terms(branches=(near, branch(*distant, options.near, None)), rotated_keys_cacheable=False)

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from milepost.extend.doctor import RULES, Report, SourceError, diagnose, guess_layout, pages, write_fixed
-from milepost.extend.doctor.checks import IGNORES_PARTIAL
-from milepost.extend.doctor.checks import NUMBERS as DOCTOR_NUMBERS
+from milepost.extend.doctor.check_form import NUMBERS as DOCTOR_NUMBERS
+from milepost.extend.doctor.check_model import IGNORES_PARTIAL
 from milepost.extend.doctor.layout import INTERLEAVED
 
 DATA = Path(__file__).parents[1] / "data"

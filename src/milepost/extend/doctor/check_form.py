@@ -1,0 +1,227 @@
+"""Checks of form: numbers are numbers, the type is known, every key is one that the type reads."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from milepost.encodings.frequencies import METHODS
+from milepost.encodings.frequencies.config import MODEL_KEYS, ROPE_KEYS, SHARED_KEYS
+from milepost.extend.doctor.findings import DELETE, Change, Finding, View, listed, number, short, whole
+from milepost.extend.engines import TRANSFORMERS_TYPES, VLLM_TYPES
+from milepost.extend.rope_types import rope_type_names
+
+NUMBERS = (
+    *("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale"),
+    *("mscale_all_dim", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "short_mscale"),
+    *("long_mscale", "attn_factor", "alpha", "extrapolation_factor", "mixed_b"),
+)
+TOP_NUMBERS = (
+    *("rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct", "max_position_embeddings", "head_dim"),
+    *("original_max_position_embeddings", "hidden_size", "num_attention_heads", "rope_local_base_freq"),
+)
+LENGTHS = (
+    *("max_position_embeddings", "original_max_position_embeddings", "head_dim", "hidden_size"),
+    "num_attention_heads",
+)
+BASES = ("rope_theta", "rotary_emb_base", "rope_local_base_freq")
+
+
+def parsed(value: Any) -> float | int | None:
+    """The number that a text means, or None."""
+    if not isinstance(value, str) or len(value) > 40:
+        return None
+    try:
+        found = float(value)
+    except ValueError:
+        return None
+    if not math.isfinite(found):
+        return None
+    return int(found) if found == int(found) and "." not in value and "e" not in value.lower() else found
+
+
+def check_numbers(view: View) -> Iterator[Finding]:
+    """Numbers are numbers, and in their range."""
+    places = [(view.at(key), key, view.block[key]) for key in NUMBERS if view.block.get(key) is not None]
+    if view.stated or view.path == view.config_path:
+        places += [
+            (view.top(key), key, view.config[key])
+            for key in TOP_NUMBERS
+            if view.config.get(key) is not None and view.top(key) not in {place[0] for place in places}
+        ]
+    for where, key, value in places:
+        found = number(value)
+        if found is None:
+            mended = parsed(value)
+            yield Finding(
+                rule="not-a-number",
+                where=where,
+                words=f"{key} is {short(value)}: {'text' if isinstance(value, str) else 'not a number'}",
+                fix=None if mended is None else f"{key}: {mended}",
+                changes=() if mended is None else (Change(path=where, value=mended),),
+            )
+            continue
+        wrong = None
+        if key in LENGTHS and whole(found) is None:
+            wrong = "a whole number above 0"
+        elif key in BASES and found <= 1:
+            wrong = "above 1"
+        elif key in ("partial_rotary_factor", "rotary_pct") and not 0 < found <= 1:
+            wrong = "above 0 and at most 1"
+        elif key in ("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "alpha"):
+            wrong = "above 0" if found <= 0 else None
+        elif key in ("short_mscale", "long_mscale", "attn_factor", "mixed_b"):
+            wrong = "above 0" if found <= 0 else None
+        if wrong:
+            yield Finding(rule="number-out-of-range", where=where, words=f"{key} is {short(value)}, must be {wrong}")
+        elif key == "attention_factor" and not 0.3 <= found <= 3:
+            yield Finding(
+                rule="attention-factor-unusual",
+                where=where,
+                words=f"attention_factor {found:g} multiplies rotated logits by {found**2:g} at every length",
+            )
+
+
+def check_type(view: View) -> Iterator[Finding]:
+    """The type is there, known, lower case, and said once."""
+    if not view.stated:
+        return
+    new, old = view.block.get("rope_type"), view.block.get("type")
+    if new is None and old is None:
+        extra = sorted(set(view.block) - SHARED_KEYS)
+        if extra:
+            yield Finding(
+                rule="rope-type-missing",
+                where=view.path,
+                words=f"{listed(extra)} given and no rope_type: nothing is scaled",
+                fix="add rope_type (linear, dynamic, yarn, llama3 or longrope) and what it needs",
+            )
+        return
+    if new is not None and old is not None and new != old:
+        yield Finding(
+            rule="type-disagrees",
+            where=view.at("type"),
+            words=f"rope_type is {short(new)} and type is {short(old)}: transformers takes {short(new)} silently",
+            fix="keep rope_type only",
+            changes=(Change(path=view.at("type"), value=DELETE),),
+        )
+    key = "type" if new is None else "rope_type"
+    name = old if new is None else new
+    if new is None:
+        yield Finding(
+            rule="legacy-type-key",
+            where=view.at("type"),
+            words="type is the old name of rope_type",
+            changes=(Change(path=view.at("rope_type"), value=name), Change(path=view.at("type"), value=DELETE))
+            if isinstance(name, str)
+            else (),
+        )
+    if not isinstance(name, str):
+        yield Finding(rule="rope-type-unknown", where=view.at(key), words=f"rope_type is {short(name)}, not a name")
+        return
+    known = {*TRANSFORMERS_TYPES, *VLLM_TYPES, "su", "mrope", "axial"}
+    if name in known:
+        if name not in TRANSFORMERS_TYPES and name not in ("su", "mrope", "axial"):
+            yield Finding(
+                rule="rope-type-one-engine",
+                where=view.at(key),
+                words=f"rope_type {name!r} is vLLM's: transformers stops with a KeyError",
+            )
+        return
+    if name.lower() in known:
+        yield Finding(
+            rule="rope-type-case",
+            where=view.at(key),
+            words=f"rope_type {name!r} is not {name.lower()!r} for any engine",
+            fix=f"rope_type: {name.lower()}",
+            changes=(Change(path=view.at(key), value=name.lower()),),
+        )
+        return
+    close = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.6)
+    words = f"rope_type {name[:40]!r} is unknown: transformers warns and stops with a KeyError in the model"
+    if name in rope_type_names() or name in METHODS:
+        words = f"rope_type {name!r} is a method of milepost: engines know it after milepost.register_rope_types() only"
+    yield Finding(
+        rule="rope-type-unknown",
+        where=view.at(key),
+        words=words,
+        fix=f"did you mean {close[0]!r}?" if close else None,
+        changes=(Change(path=view.at(key), value=close[0]),) if close and name not in METHODS else (),
+    )
+
+
+def check_keys(view: View) -> Iterator[Finding]:
+    """Every key is one that the type reads; every key it needs is there."""
+    kind = view.type
+    if not view.stated or kind not in ROPE_KEYS:
+        return
+    required, optional = ROPE_KEYS[kind]
+    if kind == "dynamic" and "alpha" in view.block:
+        required, optional = frozenset(), optional | {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    engine: set[str] = set()
+    if view.kind == "override" or kind == "longrope":
+        engine |= {"attn_factor", "extrapolation_factor", "apply_yarn_scaling", "short_mscale", "long_mscale"}
+    beside = (*TOP_NUMBERS, "model_type", "dtype", "torch_dtype") if view.path == view.config_path else ()
+    model = MODEL_KEYS.get(str(view.config.get("model_type")), ())
+    known = {*required, *optional, *SHARED_KEYS, *engine, *model, *beside}
+    for key in sorted(set(view.block) - known):
+        if view.block[key] is None:
+            continue
+        if key == "attn_factor" and kind == "yarn":
+            yield _attn_factor(view)
+            continue
+        close = difflib.get_close_matches(key.lower(), sorted(known - set(view.block)), n=1, cutoff=0.6)
+        renamed = (Change(path=view.at(close[0]), value=view.block[key]),) if close else ()
+        yield Finding(
+            rule="unknown-key",
+            where=view.at(key),
+            words=f"{key[:60]!r} is not read by rope_type {kind!r}",
+            fix=f"did you mean {close[0]!r}?" if close else f"remove {key[:60]!r}",
+            changes=(*renamed, Change(path=view.at(key), value=DELETE)),
+        )
+    if view.kind == "override" and kind == "yarn" and "attn_factor" in view.block:
+        replaced, multiplied = number(view.block.get("attention_factor")), number(view.block.get("attn_factor"))
+        natural = _natural(view)
+        if (
+            None in (replaced, multiplied, natural)
+            or abs((multiplied or 0) * (natural or 0) / (replaced or 1) - 1) > 1e-6
+        ):
+            yield _attn_factor(view)
+    for key in sorted(required - set(k for k, v in view.block.items() if v is not None)):
+        if key == "original_max_position_embeddings" or (key == "partial_rotary_factor"):
+            continue
+        yield Finding(
+            rule="key-missing",
+            where=view.at(key),
+            words=f"rope_type {kind!r} needs {key}",
+            fix=f"add {key}",
+        )
+
+
+def _natural(view: View) -> float | None:
+    """YaRN's own temperature at the block's factor."""
+    factor = view.factor
+    return None if factor is None else 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
+
+
+def _attn_factor(view: View) -> Finding:
+    given, natural = number(view.block.get("attn_factor")), _natural(view)
+    meant = None if given is None or natural is None else given * natural
+    if meant is not None and abs(meant - 1) < 1e-6:
+        meant = 1.0
+    fix = None if meant is None else f"attention_factor: {meant:.10g} for transformers; attn_factor is llama.cpp's"
+    return Finding(
+        rule="attn-factor",
+        where=view.at("attn_factor"),
+        words=f"attn_factor {short(view.block.get('attn_factor'))} multiplies 0.1 ln factor + 1 where it is read; "
+        "attention_factor replaces it",
+        fix=fix,
+        changes=()
+        if meant is None
+        else (
+            Change(path=view.at("attention_factor"), value=meant),
+            Change(path=view.at("attn_factor"), value=DELETE),
+        ),
+    )

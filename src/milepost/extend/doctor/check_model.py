@@ -1,0 +1,168 @@
+"""Checks of what a checkpoint was trained with: its base, its scaling, the share of a head that rotates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from milepost.extend.doctor.findings import DELETE, Change, Finding, View, number, short
+
+IGNORES_PARTIAL = frozenset(
+    {
+        *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+        *("olmo", "olmo2", "olmo3", "granite", "smollm3", "cohere", "cohere2", "gpt_oss", "starcoder2", "ministral3"),
+    }
+)
+"""Model types whose class in transformers 5.24 rotates the whole head whatever partial_rotary_factor says."""
+
+
+def check_theta(view: View) -> Iterator[Finding]:
+    """The base is stated, once, and survives an override."""
+    inner, outer = view.block.get("rope_theta"), view.get("rope_theta", "rotary_emb_base")
+    same_place = view.path == view.config_path
+    if not same_place and inner is not None and outer is not None and inner != outer and view.layer_type is None:
+        yield Finding(
+            rule="theta-disagrees",
+            where=view.at("rope_theta"),
+            words=f"rope_theta is {short(inner)} in the block and {short(outer)} at the top level: transformers 5 "
+            f"takes {short(inner)}, version 4 {short(outer)}",
+            fix="state the base that the model was trained with, once",
+        )
+    if view.checkpoint is not None and view.kind == "override":
+        yield from _override_theta(view)
+        return
+    if view.kind == "override" and view.stated and inner is None:
+        yield Finding(
+            rule="theta-lost",
+            where=view.at("rope_theta"),
+            words="the override replaces the whole block and states no rope_theta: transformers 5 loses the base",
+            fix="repeat the checkpoint's rope_theta inside the block",
+        )
+    elif view.theta is None and view.kind in ("config", "parameters"):
+        yield Finding(
+            rule="theta-missing",
+            where=view.at("rope_theta") if view.stated else view.top("rope_theta"),
+            words="no rope_theta: transformers takes its class's default (10000 in most), other readers theirs",
+            fix="state the base that the model was trained with",
+        )
+
+
+def _theta_of(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return None
+    for name in ("rope_parameters", "rope_scaling"):
+        block = config.get(name)
+        if isinstance(block, dict) and block.get("rope_theta") is not None:
+            return block["rope_theta"]
+    return config.get("rope_theta", config.get("rotary_emb_base"))
+
+
+def _override_theta(view: View) -> Iterator[Finding]:
+    trained, inner = _theta_of(view.checkpoint), view.block.get("rope_theta")
+    if view.stated and inner is None and trained is not None:
+        yield Finding(
+            rule="theta-lost",
+            where=view.at("rope_theta"),
+            words=f"rope_theta missing: was {short(trained)} in the checkpoint, and the override replaces its block",
+            fix=f"add rope_theta: {short(trained)} to the block",
+            changes=(Change(path=view.at("rope_theta"), value=trained),),
+        )
+    checkpoint = view.checkpoint or {}
+    held = checkpoint.get("rope_parameters")
+    outer = view.config.get("rope_theta")
+    if not view.stated and outer is not None and isinstance(held, dict) and held.get("rope_theta") not in (None, outer):
+        yield Finding(
+            rule="override-not-read",
+            where=view.top("rope_theta"),
+            words=f"rope_theta {short(outer)} at the top level is not read: the checkpoint's rope_parameters hold "
+            f"{short(held['rope_theta'])}",
+            fix="override rope_parameters as a whole",
+            changes=(
+                Change(path=view.top("rope_parameters"), value={**held, "rope_theta": outer}),
+                Change(path=view.top("rope_theta"), value=DELETE),
+            ),
+        )
+
+
+def _scaling_of(config: Any) -> str | None:
+    """The type a checkpoint was trained with; accepts a configuration or a bare block."""
+    if not isinstance(config, dict):
+        return None
+    block: Any = config
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(config.get(name), dict):
+            block = config[name]
+    name = block.get("rope_type", block.get("type"))
+    return name if isinstance(name, str) else None
+
+
+def check_trained(view: View) -> Iterator[Finding]:
+    """A trained scaling is never replaced without saying so."""
+    before = _scaling_of(view.checkpoint) or _scaling_of(view.config.get("_checkpoint_had"))
+    if not view.stated or before in (None, "default", "mrope") or view.replace_trained:
+        return
+    names = {"su": "longrope"}
+    if view.type is not None and names.get(str(before), before) != view.type:
+        yield Finding(
+            rule="trained-scaling-replaced",
+            where=view.at("rope_type"),
+            words=f"the checkpoint was trained with rope_type {before!r}; {view.type!r} replaces it",
+            fix=f"keep the {before} block and widen it, or say that you mean it (--replace-trained)",
+        )
+
+
+def check_partial(view: View) -> Iterator[Finding]:
+    """The class honours the rotated share, and the width is even."""
+    partial, model_type = view.partial, view.config.get("model_type")
+    if partial is not None and 0 < partial < 1 and view.type != "proportional" and model_type in IGNORES_PARTIAL:
+        yield Finding(
+            rule="partial-ignored",
+            where=view.at("partial_rotary_factor"),
+            words=f"transformers' {model_type} class ignores partial_rotary_factor {partial:g}: the whole head rotates",
+            fix="use a class that honours it, or remove it if the whole head was rotated in training",
+        )
+    if view.type == "proportional" and partial is None:
+        yield Finding(
+            rule="share-missing",
+            where=view.at("partial_rotary_factor"),
+            words="rope_type 'proportional' without partial_rotary_factor: every pair rotates",
+            fix="add partial_rotary_factor, the share of pairs that rotate",
+        )
+    head_dim, rotary_dim = view.head_dim, view.rotary_dim
+    if head_dim is not None and head_dim > 65536:
+        yield Finding(rule="size-implausible", where=view.top("head_dim"), words=f"a head of {head_dim} channels")
+    elif rotary_dim is not None and (rotary_dim % 2 or rotary_dim < 2):
+        yield Finding(
+            rule="rotary-dim-odd",
+            where=view.top("head_dim"),
+            words=f"{rotary_dim} channels rotate (head_dim {head_dim}): they cannot be paired",
+        )
+
+
+def check_small_print(view: View) -> Iterator[Finding]:
+    """Keys that mean different things in different readers."""
+    if view.type == "yarn" and view.stated:
+        mscale, all_dim = number(view.block.get("mscale")), number(view.block.get("mscale_all_dim"))
+        given = (mscale is not None) != (all_dim is not None) or 0 in (mscale, all_dim)
+        if given and view.block.get("attention_factor") is None:
+            yield Finding(
+                rule="mscale-alone",
+                where=view.at("mscale"),
+                words=f"mscale {short(view.block.get('mscale'))} with mscale_all_dim "
+                f"{short(view.block.get('mscale_all_dim'))}: transformers ignores both, DeepSeek's code does not",
+                fix="write attention_factor",
+            )
+        if view.layer_type is not None and view.block.get("truncate") is False:
+            yield Finding(
+                rule="nested-truncate",
+                where=view.at("truncate"),
+                words="truncate: false inside a nested block is not read by transformers 5.24: the range is rounded",
+                fix="milepost.register_rope_types(override=True) honours it",
+            )
+    dtype = view.get("dtype", "torch_dtype")
+    if dtype in ("bfloat16", "float16") and view.layer_type is None:
+        yield Finding(
+            rule="half-precision-note",
+            where=view.top("dtype" if "dtype" in view.config else "torch_dtype"),
+            words=f"{dtype}: load with dtype=, never cast afterwards, or inv_freq is rounded to it",
+        )

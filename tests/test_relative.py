@@ -19,7 +19,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertSelfAttention
 from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
-from milepost import Encoding, Mapped, PositionMap, Positions, attend, build
+from milepost import Encoding, Mapped, PerLayer, PositionMap, Positions, attend, build
 from milepost.attention import rows
 from milepost.encoding import from_spec
 from milepost.encodings.relative import DeBERTa, Shaw, TransformerXL, deberta
@@ -422,6 +422,9 @@ def test_deberta_layers_differ_and_are_counted() -> None:
     assert (outs[0] - outs[1]).abs().max() > 1e-3 and (outs[1] - outs[2]).abs().max() > 1e-3
     torch.testing.assert_close(outs[0], attend(q, k, v, positions, encoding(positions)))
     assert len(list(encoding.for_layer(1).parameters())) == 0
+    schedule = PerLayer([encoding, build("nope")])
+    scheduled = attend(q, k, v, positions, schedule.for_layer(2)(positions))
+    assert torch.equal(scheduled, outs[2]) and schedule.for_layer(1).name == "nope"
     with pytest.raises(ValueError, match="layer 3 of a DeBERTa encoding made for num_layers=3"):
         encoding.for_layer(3)
 

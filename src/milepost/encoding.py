@@ -273,7 +273,7 @@ class PerLayer(Encoding):
         raise TypeError("a PerLayer schedule has no terms of its own: call schedule.for_layer(layer)(positions)")
 
     def for_layer(self, layer: int) -> Encoding:
-        return self.encodings[layer % len(self.encodings)]  # type: ignore[return-value]
+        return self.encodings[layer % len(self.encodings)].for_layer(layer)  # type: ignore[operator]  # ModuleList hides
 
     def embed(self, x: Tensor, positions: Positions, tokens: Tensor | None = None) -> Tensor:
         for part in dict.fromkeys(self.encodings):

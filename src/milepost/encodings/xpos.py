@@ -184,7 +184,7 @@ class _ScalarDecay:
     ) -> Tensor:
         query = block_of(self.positions, positions)
         distance = (query[:, :, None] - self.positions.key[:, None, :]).clamp(min=0)[:, None]
-        logits = logits * (distance * -self.rate).exp().to(logits.dtype)
+        logits = logits * (distance.double() * -self.rate).exp().to(logits.dtype)
         return logits if bias is None else logits + bias
 
 

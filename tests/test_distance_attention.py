@@ -339,6 +339,28 @@ def test_skipping_moves_nothing(pattern, table, norm: float, implementation: str
     compare(inputs, implementation, 1e-3 if norm > 2 else 2e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 2, 40])
+@pytest.mark.parametrize("size", [16, 24, 64])
+def test_a_bound_of_the_keys_changes_nothing(queries: int, size: int, implementation: str) -> None:
+    q, k, *rest = make(queries, 3000, table=steep_table, size=size)
+    bound = 1.01 * k.norm(dim=-1).amax(-1)
+    want = dense(q, k, *rest)
+    for given in (bound, bound.amax(0, keepdim=True)):
+        got = run((q, k, *rest), implementation, key_bound=given)
+        torch.testing.assert_close(got[0].double(), want[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(got[1].double(), want[1], rtol=0, atol=1e-5)
+
+
+def test_keys_out_of_reach_are_not_read(implementation: str) -> None:
+    """With a bound given, far keys are left out unread: poison there does not show."""
+    q, k, v, table, *rest = make(1, 3000, table=steep_table, heads=2)
+    bound = k.norm(dim=-1).amax(-1)
+    want = run((q, k, v, table, *rest), implementation, key_bound=bound)
+    k[:, :, :1500], v[:, :, :1500] = math.nan, math.nan
+    got = run((q, k, v, table, *rest), implementation, key_bound=bound)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
 @pytest.mark.parametrize("eps", [1e-2, 1e-4, 1e-8])
 def test_the_stated_bound_holds(eps: float, implementation: str) -> None:
     inputs = make(400, 400, table=steep_table, norm=2.0)
@@ -425,7 +447,7 @@ def test_opcheck(layout: str, implementation: str) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v, table)]
     torch.library.opcheck(
         torch.ops.milepost.distance_attention.default,
-        (*leaves, lo, hi, first, offset, scale, 1e-12, implementation),
+        (*leaves, lo, hi, first, offset, scale, 1e-12, None, implementation),
     )
     out, lse = run((*leaves, lo, hi, first, offset, scale), implementation)
     with torch.no_grad():
@@ -443,6 +465,7 @@ def test_opcheck(layout: str, implementation: str) -> None:
                 offset,
                 scale,
                 1e-12,
+                None,
                 implementation,
                 True,
             ),

@@ -167,6 +167,7 @@ def distance_attention(
     offset: int,
     scale: float,
     skip_eps: float = 1e-12,
+    key_bound: Tensor | None = None,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attention whose logits get a learned or fixed function of the distance, in memory linear in the length.
@@ -190,11 +191,14 @@ def distance_attention(
     exp(b0 - R/2) into the denominator. All keys left out together weigh at most skip_eps, so the output moves by at
     most 2 * skip_eps * max|v|. The table need not be monotone.
 
+    key_bound: (B or 1, Hkv), a number that no |k| exceeds, where the caller keeps one: a cache that takes the running
+    maximum as keys arrive spares a decoding step from reading keys that it then leaves out.
+
     implementation: "auto" (the compiled kernel where it can run, else torch), "native" or "torch".
 
     Raises ValueError for shapes that do not fit, and where an interval reaches a distance outside the table.
     """
-    out, lse = _distance_attention(q, k, v, table, lo, hi, first, offset, scale, skip_eps, implementation)
+    out, lse = _distance_attention(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound, implementation)
     return out, lse
 
 
@@ -214,15 +218,16 @@ def _distance_attention(
     offset: int,
     scale: float,
     skip_eps: float,
+    key_bound: Tensor | None,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     check(q, k, v, table, lo, hi)
     run = library.forward if use_native(implementation, q, k, v, table) else tiles.forward
-    return run(q, k, v, table, lo, hi, first, offset, scale, skip_eps)
+    return run(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound)
 
 
 @_distance_attention.register_fake
-def _(q, k, v, table, lo, hi, first, offset, scale, skip_eps, implementation):  # type: ignore[no-untyped-def]
+def _(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound, implementation):  # type: ignore[no-untyped-def]
     batch, heads, queries, _ = q.shape
     out = q.new_empty((batch, heads, queries, v.shape[3]))
     return out, q.new_empty((batch, heads, queries), dtype=tiles.compute_dtype(q))
@@ -244,35 +249,65 @@ def _distance_attention_backward(
     offset: int,
     scale: float,
     skip_eps: float,
+    key_bound: Tensor | None,
     implementation: str,
     table_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     run = library.backward if use_native(implementation, q, k, v, table) else tiles.backward
-    return run(
-        grad_out, grad_lse, q, k, v, table, lo, hi, out, lse, first, offset, scale, skip_eps, table_grad=table_grad
-    )
+    arguments = (grad_out, grad_lse, q, k, v, table, lo, hi, out, lse, first, offset, scale, skip_eps, key_bound)
+    return run(*arguments, table_grad=table_grad)
 
 
 @_distance_attention_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
-    grad_out, grad_lse, q, k, v, table, lo, hi, out, lse, first, offset, scale, skip_eps, implementation, table_grad
+    grad_out,
+    grad_lse,
+    q,
+    k,
+    v,
+    table,
+    lo,
+    hi,
+    out,
+    lse,
+    first,
+    offset,
+    scale,
+    skip_eps,
+    key_bound,
+    implementation,
+    table_grad,
 ):
     grad_table = table.new_empty(table.shape if table_grad else (0,))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_table
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    q, k, v, table, lo, hi, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, table, lo, hi, *output)
+    q, k, v, table, lo, hi, *settings, key_bound, implementation = inputs
+    ctx.settings, ctx.implementation = settings, implementation
+    ctx.save_for_backward(q, k, v, table, lo, hi, key_bound, *output)
 
 
 def _autograd(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
-    q, k, v, table, lo, hi, out, lse = ctx.saved_tensors
+    q, k, v, table, lo, hi, key_bound, out, lse = ctx.saved_tensors
     table_grad = ctx.needs_input_grad[3]
     grads = _distance_attention_backward(
-        grad_out, grad_lse, q, k, v, table, lo, hi, out, lse, *ctx.settings, table_grad
+        grad_out,
+        grad_lse,
+        q,
+        k,
+        v,
+        table,
+        lo,
+        hi,
+        out,
+        lse,
+        *ctx.settings,
+        key_bound,
+        ctx.implementation,
+        table_grad,
     )
-    return (*grads[:3], grads[3] if table_grad else None, *(None,) * 7)
+    return (*grads[:3], grads[3] if table_grad else None, *(None,) * 8)
 
 
 _distance_attention.register_autograd(_autograd, setup_context=_setup_context)

@@ -17,6 +17,7 @@ enum { BLOCK = 128 };       // keys handled between two updates of the running m
 enum { FORWARD_ROWS = 192 };   // stacked query rows of one forward task
 enum { BACKWARD_ROWS = 96 };   // query rows packed at a time in the backward pass
 enum { PAD = FORWARD_ROWS + 2 * BLOCK + 64 };  // room around a line, so that whole tiles may be loaded
+enum { FEW_ROWS = 8 };      // so few rows are not worth a packed copy of the keys
 enum { LINE_CHUNK = 64 };   // distances summarised by one maximum
 
 struct View {  // (batch, head, row, size): strides in elements, the last axis contiguous
@@ -32,6 +33,7 @@ struct Call {
     View q, k, v, out, grad_out;
     const float *table;          // (heads, distances)
     const int64_t *lo, *hi;      // (intervals, queries)
+    const float *key_bound;      // (batch, key_heads): no key's norm is larger; NULL: norms are taken here
     const float *grad_lse;       // (batch, heads, queries)
     float *lse;                  // (batch, heads, queries)
     void *result;                // forward: out, contiguous
@@ -396,9 +398,10 @@ void prepare_keys(Shared *s, int64_t task, char *) {
 
 // Upper bound of a product in base 2 with a query of norm 1, for keys of tiles [from, end).
 INLINE float key_reach(const Shared *s, int64_t key_head, int64_t from, int64_t end) {
-    float top = 0.0f;
-    for (int64_t tile = from; tile < least(end, s->key_tiles); tile++)
-        top = larger_or_nan(top, s->key_norm[key_head * s->key_tiles + tile]);
+    float top = s->call.key_bound ? s->call.key_bound[key_head] : 0.0f;
+    if (!s->call.key_bound)
+        for (int64_t tile = from; tile < least(end, s->key_tiles); tile++)
+            top = larger_or_nan(top, s->key_norm[key_head * s->key_tiles + tile]);
     return top * fabsf((float)s->call.scale) * LOG2E * 1.001f;
 }
 
@@ -484,6 +487,30 @@ void forward_tile(const Shared *s, const Row *rows, const float *q, const float 
         logits<ROWS, NV>(acc, s, rows, q, s->padded, keys + j, key + j, whole);
         UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NV; v++)
             store(to + r * BLOCK + j + v * W, acc[r][v]);
+    }
+}
+
+// The same straight from the keys' own rows: for few rows, which would not repay a packed copy.
+void forward_dots(const Shared *s, const Row *rows, int64_t count, const float *q, const float *keys, int64_t key_step,
+                  int64_t key, int64_t from, int64_t end, float *to) {
+    const int64_t size = s->call.size;
+    const float scale = (float)s->call.scale * LOG2E;
+    for (int64_t j = from / W * W; j < end; j += W) {
+        const int64_t last = s->call.keys - 1 - key;  // rows past the end are read as the last one, and hidden
+        const Vec at = count_up() + (float)j;
+        for (int64_t r = 0; r < count; r++) {
+            Vec sums[W] = {};
+            for (int64_t d = 0; d < size; d += W) {
+                const Vec mine = load(q + r * s->padded + d);
+                UNROLL for (int i = 0; i < W; i++) sums[i] += mine * load(keys + least(j + i, last) * key_step + d);
+            }
+            transpose(sums);
+            UNROLL for (int half = W / 2; half > 0; half /= 2)
+                UNROLL for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+            const Vec logit = sums[0] * scale + load(s->line + rows[r].line + key + j);
+            const float lo = (float)most(rows[r].lo - key, -1), hi = (float)most(-1, least(rows[r].hi - key, BLOCK));
+            store(to + r * BLOCK + j, (at >= fill(lo)) & (at < fill(hi)) ? logit : fill(-INFINITY));
+        }
     }
 }
 
@@ -581,6 +608,7 @@ void forward(Shared *s, int64_t task, char *scratch) {
             order[slot] = b;
         }
 
+    const bool few = total <= FEW_ROWS && c.dtype == FLOAT32 && c.size % W == 0 && c.value_size % W == 0;
     for (int64_t n = 0; n < blocks; n++) {
         const int64_t key = order[n] * BLOCK, key_end = least(key + BLOCK, c.keys);
         const float reach = s->skip ? key_reach(s, pair, key / TILE, key / TILE + BLOCK / TILE) : 0.0f;
@@ -594,18 +622,35 @@ void forward(Shared *s, int64_t task, char *scratch) {
             used_end = most(used_end, least(strip.hi, key_end));
         }
         if (!num_live) continue;
-        pack_rows(values + (used - key) * s->value_padded, c.v, batch, key_head, used, used_end - used, c.dtype,
-                  c.value_size, s->value_padded, 1.0f);
-        for (int64_t tile = key; tile < key_end; tile += TILE) {
-            if (tile >= used_end || tile + TILE <= used) continue;
-            pack_transposed(keys, c.k, batch, key_head, tile, least(TILE, c.keys - tile), c.dtype, c.size,
-                            (float)c.scale * LOG2E);
+        const float *key_rows = (const float *)c.k.data + place(c.k, batch, key_head, key);
+        const float *value_rows = values;
+        int64_t value_step = s->value_padded;
+        if (few) {
+            value_rows = (const float *)c.v.data + place(c.v, batch, key_head, key);
+            value_step = c.v.row;
             for (int64_t i = 0; i < num_live; i++) {
                 const Strip &strip = strips[live[i]];
-                if (strip.lo >= tile + TILE || strip.hi <= tile) continue;
-                const float *mine = q + strip.row * s->padded;
-                float *to = weight + strip.row * BLOCK + (tile - key);
-                FOR_ROWS(strip.rows, forward_tile<ROWS>(s, rows + strip.row, mine, keys, tile, to))
+                const int64_t from = most(strip.lo, key) - key, to = least(strip.hi, key_end) - key;
+                float *logit = weight + strip.row * BLOCK;
+                for (int64_t r = 0; r < strip.rows; r++)
+                    for (int64_t j = from / TILE * TILE; j < round_up(to, TILE); j++) logit[r * BLOCK + j] = -INFINITY;
+                forward_dots(s, rows + strip.row, strip.rows, q + strip.row * s->padded, key_rows, c.k.row, key, from,
+                             to, logit);
+            }
+        } else {
+            pack_rows(values + (used - key) * s->value_padded, c.v, batch, key_head, used, used_end - used, c.dtype,
+                      c.value_size, s->value_padded, 1.0f);
+            for (int64_t tile = key; tile < key_end; tile += TILE) {
+                if (tile >= used_end || tile + TILE <= used) continue;
+                pack_transposed(keys, c.k, batch, key_head, tile, least(TILE, c.keys - tile), c.dtype, c.size,
+                                (float)c.scale * LOG2E);
+                for (int64_t i = 0; i < num_live; i++) {
+                    const Strip &strip = strips[live[i]];
+                    if (strip.lo >= tile + TILE || strip.hi <= tile) continue;
+                    const float *mine = q + strip.row * s->padded;
+                    float *to = weight + strip.row * BLOCK + (tile - key);
+                    FOR_ROWS(strip.rows, forward_tile<ROWS>(s, rows + strip.row, mine, keys, tile, to))
+                }
             }
         }
         for (int64_t i = 0; i < num_live; i++) {
@@ -616,7 +661,7 @@ void forward(Shared *s, int64_t task, char *scratch) {
             FOR_ROWS(strip.rows, weigh<ROWS>(rows + strip.row, sums + strip.row * W, weight + strip.row * BLOCK + tile,
                                              tile_end - tile, factor))
             update_rows(strip.rows, out + strip.row * s->value_padded, s->value_padded, s->value_padded, factor,
-                        weight + strip.row * BLOCK + from, BLOCK, 1, values + from * s->value_padded, s->value_padded,
+                        weight + strip.row * BLOCK + from, BLOCK, 1, value_rows + from * value_step, value_step,
                         to - from);
         }
     }
@@ -1051,7 +1096,7 @@ using namespace milepost;
 extern "C" {
 
 // The layout of `Call` and the meaning of its members; the caller compares both.
-EXPORT int64_t milepost_version() { return 2; }
+EXPORT int64_t milepost_version() { return 3; }
 EXPORT int64_t milepost_call_size() { return (int64_t)sizeof(Call); }
 
 // The best instruction set of this processor (name = ""), or the named one; NULL if the processor lacks it.
@@ -1085,7 +1130,7 @@ EXPORT int milepost_forward(const Call *call, const char *name, int64_t *reach) 
     if (!s.line || !s.line_top || !s.key_norm) return 2;
     const int64_t pairs = call->batch * call->key_heads;
     const Stage stages[] = {{kernel->prepare_line, call->heads},
-                            {kernel->prepare_keys, s.skip ? pairs : 0},
+                            {kernel->prepare_keys, s.skip && !call->key_bound ? pairs : 0},
                             {kernel->forward, pairs * s.row_blocks}};
     return run(&s, stages, 3, useful_threads(*call, visible), kernel->forward_scratch(&s)) ? 0 : 2;
 }
@@ -1147,7 +1192,7 @@ EXPORT int milepost_backward(const Call *call, const char *name, int64_t *reach)
         }
     const int64_t threads = useful_threads(*call, 2.5 * visible), scratch = kernel->backward_scratch(&s);
     const Stage first[] = {{kernel->prepare_line, call->heads},
-                           {kernel->prepare_keys, s.skip ? pairs : 0},
+                           {kernel->prepare_keys, s.skip && !call->key_bound ? pairs : 0},
                            {kernel->prepare_rows, call->batch * call->heads},
                            {kernel->backward, pairs * s.chunks}};
     const Stage last[] = {{kernel->finish_rows, direct ? 0 : call->batch * call->heads},

@@ -20,7 +20,7 @@ from torch import Tensor
 from milepost.attention.tiles import outside_the_table
 
 DIRECTORY = Path(__file__).resolve().parent
-VERSION = 2
+VERSION = 3
 HOW_TO_GET_IT = "compile it with `python -m milepost.attention.build` (needs g++ or clang++)"
 
 
@@ -37,7 +37,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("scale", "skip_eps")),
         *((name, ctypes.c_int64) for name in ("dtype", "threads", "table_grad")),
         *((name, _View) for name in ("q", "k", "v", "out", "grad_out")),
-        *((name, ctypes.c_void_p) for name in ("table", "lo", "hi", "grad_lse", "lse", "result")),
+        *((name, ctypes.c_void_p) for name in ("table", "lo", "hi", "key_bound", "grad_lse", "lse", "result")),
         *((name, ctypes.c_void_p) for name in ("grad_q", "grad_k", "grad_v", "grad_table")),
     ]
 
@@ -100,9 +100,10 @@ def forward(
     offset: int,
     scale: float,
     skip_eps: float,
+    key_bound: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, log-sum-exp) of arguments whose shapes fit."""
-    return _forward(_kernel(), q, k, v, table, lo, hi, first, offset, scale, skip_eps)
+    return _forward(_kernel(), q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound)
 
 
 def backward(
@@ -120,11 +121,12 @@ def backward(
     offset: int,
     scale: float,
     skip_eps: float,
+    key_bound: Tensor | None,
     *,
     table_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and table (empty unless `table_grad`)."""
-    arguments = (grad_out, grad_lse, q, k, v, table, lo, hi, out, lse, first, offset, scale, skip_eps)
+    arguments = (grad_out, grad_lse, q, k, v, table, lo, hi, out, lse, first, offset, scale, skip_eps, key_bound)
     return _backward(_kernel(), *arguments, table_grad=table_grad)
 
 
@@ -177,6 +179,10 @@ def _intervals(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
     return lo.long().contiguous(), hi.long().contiguous()
 
 
+def _per_key_head(k: Tensor, bound: Tensor | None) -> Tensor | None:
+    return None if bound is None else bound.float().expand(k.shape[0], k.shape[1]).contiguous()
+
+
 def _view(x: Tensor) -> _View:
     return _View(x.data_ptr(), *x.stride()[:3])
 
@@ -192,6 +198,7 @@ def _call(
     offset: int,
     scale: float,
     skip_eps: float,
+    key_bound: Tensor | None,
 ) -> _Call:
     call = _Call()
     call.batch, call.heads, call.queries, call.size = q.shape
@@ -201,6 +208,7 @@ def _call(
     call.dtype, call.threads = int(q.dtype == torch.bfloat16), torch.get_num_threads()
     call.q, call.k, call.v = _view(q), _view(k), _view(v)
     call.table, call.lo, call.hi = table.data_ptr(), lo.data_ptr(), hi.data_ptr()
+    call.key_bound = None if key_bound is None else key_bound.data_ptr()
     return call
 
 
@@ -225,12 +233,13 @@ def _forward(
     offset: int,
     scale: float,
     skip_eps: float,
+    key_bound: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, table = _rows(q), _rows(k), _rows(v), table.contiguous()
+    q, k, v, table, key_bound = _rows(q), _rows(k), _rows(v), table.contiguous(), _per_key_head(k, key_bound)
     lo, hi = _intervals(lo, hi)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    call = _call(q, k, v, table, lo, hi, first, offset, scale, skip_eps)
+    call = _call(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound)
     call.result, call.lse = out.data_ptr(), lse.data_ptr()
     _run(kernel, kernel.library.milepost_forward, call)
     return out, lse
@@ -252,16 +261,17 @@ def _backward(
     offset: int,
     scale: float,
     skip_eps: float,
+    key_bound: Tensor | None,
     *,
     table_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, table = _rows(q), _rows(k), _rows(v), table.contiguous()
+    q, k, v, table, key_bound = _rows(q), _rows(k), _rows(v), table.contiguous(), _per_key_head(k, key_bound)
     lo, hi = _intervals(lo, hi)
     lse, grad_lse = lse.contiguous(), grad_lse.float().contiguous()
     out, grad_out = _rows(out), _rows(grad_out.to(q.dtype))
     grads = [torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v)]
     grad_table = table.new_empty(table.shape if table_grad else (0,))
-    call = _call(q, k, v, table, lo, hi, first, offset, scale, skip_eps)
+    call = _call(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound)
     call.out, call.grad_out = _view(out), _view(grad_out)
     call.lse, call.grad_lse = lse.data_ptr(), grad_lse.data_ptr()
     call.grad_q, call.grad_k, call.grad_v = (x.data_ptr() for x in grads)
@@ -293,7 +303,7 @@ def _self_test(kernel: Kernel) -> str | None:
         "grad v": (p.mT @ grad).sum(1, keepdim=True),
         "grad table": grad_table,
     }
-    settings = (0, 0, scale, 0.0)
+    settings = (0, 0, scale, 0.0, None)
     out, lse = _forward(kernel, q, k, v, table, lo, hi, *settings)
     none = torch.zeros_like(lse)
     grads = _backward(kernel, grad, none, q, k, v, table, lo, hi, out, lse, *settings, table_grad=True)

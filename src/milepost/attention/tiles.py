@@ -176,6 +176,7 @@ class _Run:
     offset: int
     scale: float
     skip_eps: float
+    key_bound: Tensor | None
 
     def __post_init__(self) -> None:
         self.dtype = compute_dtype(self.q)
@@ -196,7 +197,11 @@ class _Run:
         if self.skip_eps <= 0 or self.keys == 0 or self.queries == 0 or self.table.shape[1] == 0:
             return None
         largest_q = torch.linalg.vector_norm(self.q, dim=-1, dtype=self.dtype).amax(-1)
-        largest_k = torch.linalg.vector_norm(self.k, dim=-1).amax(-1).repeat_interleave(self.group, dim=1)
+        if self.key_bound is None:
+            largest_k = torch.linalg.vector_norm(self.k, dim=-1).amax(-1)
+        else:
+            largest_k = self.key_bound.to(self.dtype).expand(self.batch, self.key_heads)
+        largest_k = largest_k.repeat_interleave(self.group, dim=1)
         spread = 2 * abs(self.scale) * 1.001 * largest_q * largest_k
         margin = spread + math.log(self.keys / self.skip_eps)
         decay = self.reversed.amax(-1) - torch.where(self.reversed == NEG_INF, math.inf, self.reversed).amin(-1)
@@ -335,10 +340,11 @@ def forward(
     offset: int,
     scale: float,
     skip_eps: float,
+    key_bound: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     lo, hi = host_intervals(lo, hi, k.shape[2])
     check_reach(lo, hi, first, table.shape[1], offset)
-    run = _Run(q, k, v, table, lo, hi, first, offset, scale, skip_eps)
+    run = _Run(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound)
     out = q.new_zeros((run.batch, run.heads, run.queries, v.shape[3]))
     lse = q.new_full((run.batch, run.heads, run.queries), NEG_INF, dtype=run.dtype)
     for start, end, blocks in batches(lo, hi, run.batch, offset, run.rows):
@@ -369,11 +375,12 @@ def backward(
     offset: int,
     scale: float,
     skip_eps: float,
+    key_bound: Tensor | None = None,
     *,
     table_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lo, hi = host_intervals(lo, hi, k.shape[2])
-    run = _Run(q, k, v, table, lo, hi, first, offset, scale, skip_eps)
+    run = _Run(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound)
     grad_q = q.new_zeros(q.shape)
     grad_k = torch.zeros(k.shape, dtype=run.dtype, device=k.device)
     grad_v = torch.zeros(v.shape, dtype=run.dtype, device=v.device)

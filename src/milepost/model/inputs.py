@@ -41,17 +41,16 @@ def positions_of(
     else:
         keys = start + queries
     known: dict[str, Any] = {"causal": config.causal, "trained_length": config.trained_length}
-    if mask is not None and not torch.compiler.is_compiling():
-        side = padding_of(mask) if side is None else side
-        mask = None if side == "none" else mask
-    elif side is None:
-        side = config.padding_side
     if is_static(cache) and not static:  # its first use: nothing stands beyond these tokens
         mask = None if mask is None else mask[:, :keys]
         position_ids = None if position_ids is None else position_ids[:, :keys]
     for name, given in (("attention_mask", mask), ("position_ids", position_ids), ("document_ids", document_ids)):
         if given is not None and not static and given.shape[1] != keys:
             raise ValueError(f"{name} covers all {keys} tokens, cached and new; got shape {tuple(given.shape)}")
+    if side is None and mask is not None:
+        side = config.padding_side if torch.compiler.is_compiling() else padding_of(mask)
+    if side == "none":
+        mask = None
     if document_ids is not None:
         if static or position_ids is not None or side == "holes":
             raise ValueError("document_ids go with neither a static cache, position_ids, nor a mask with holes")

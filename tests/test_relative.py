@@ -391,6 +391,19 @@ def test_memory_is_that_of_a_block_of_logits(spec: str, monkeypatch: pytest.Monk
     assert 4 * block * length <= seen.numel <= 2 * 4 * block * length
 
 
+@pytest.mark.parametrize("spec", ["transformer-xl", "transformer-xl:clamp=7", "tupe-r", "deberta:clip=6"])
+def test_few_queries_take_the_cheaper_order_of_products(spec: str) -> None:
+    """One query, fewer than a head is wide, and as many: the same rows."""
+    encoding = make(spec)
+    q, k, v = qkv(20, 30, kv=2)
+    many = Positions.full(30, queries=20)
+    wanted = attend(q, k, v, many, encoding(many))
+    for count in (1, 7, 8):
+        few = Positions.full(30, queries=count)
+        found = attend(q[:, :, -count:], k, v, few, encoding(few))
+        torch.testing.assert_close(found, wanted[:, :, -count:], rtol=0, atol=1e-12)
+
+
 # ---- DeBERTa's shared table, and refusals ---------------------------------------------------------------------------
 
 

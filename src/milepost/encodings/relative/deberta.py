@@ -181,11 +181,14 @@ class DeBERTaLayer(Encoding):
 def _to_content(k: Tensor, queries: Tensor, row: Tensor) -> Tensor:
     """``queries[row[i, j]] . k[j]``: ``(B, H, K, D)``, ``(H, R, D)`` and ``(B|1, q, K)`` -> ``(B, H, q, K)``.
 
-    Keys are taken in chunks, because their products with all rows would outgrow the logits of a block of queries.
+    Keys are taken in chunks, because their products with all rows would outgrow the logits of a block of queries. A
+    single query (decoding) takes the one row it needs for each key instead.
     """
-    row = row.mT
     if torch.compiler.is_compiling():
-        return look_up(k @ queries.mT, row).mT
+        return look_up(k @ queries.mT, row.mT).mT
+    if row.shape[1] == 1 and not row.is_floating_point():
+        return (queries[:, row[:, 0]].transpose(0, 1) * k).sum(-1)[:, :, None]
+    row = row.mT
     chunk = max(16, CHUNK_NUMBERS // max(1, k.shape[0] * k.shape[1] * queries.shape[1]))
     parts = zip(k.split(chunk, dim=2), row.split(chunk, dim=1), strict=True)
     return torch.cat([look_up(keys @ queries.mT, rows).mT for keys, rows in parts], dim=-1)

@@ -82,12 +82,6 @@ class TransformerXL(Encoding):
             for parameter in self.parameters():
                 parameter.normal_(0.0, 0.02)
 
-    def relative_keys(self, distance: Tensor) -> Tensor:
-        """``W_R R`` of distances ``(n,)``: ``(H, n, head_dim)``."""
-        c = self.config
-        code = torch.cat(sinusoids(distance, c.width, c.base, self.w_r.dtype), -1)
-        return (code @ self.w_r.mT).view(-1, c.num_heads, c.head_dim).transpose(0, 1)
-
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         check_one_axis(positions, self.name)
         relative = self._from_table(positions) or self._from_products(positions)
@@ -120,23 +114,41 @@ class TransformerXL(Encoding):
             distances = whole.distances()
         else:
             return None
-        keys = self.relative_keys(distances)
         count = distances.shape[0]
+        few = not torch.compiler.is_compiling() and whole.num_queries < self.config.head_dim
+        read = self._project_queries(distances) if few else self._project_distances(distances)
 
         def relative(query: Tensor, block: Positions) -> Tensor:
             if clamp is not None:
                 distance = block_of(whole, block).distance()
             else:
                 distance = (block.query_slots()[:, None] - block.key_slots())[None]
-            return look_up(query @ keys.to(query.dtype).mT, (distance - first).clamp(0, count - 1))
+            return look_up(read(query), (distance - first).clamp(0, count - 1))
 
         return relative
+
+    def _code(self, distance: Tensor) -> Tensor:
+        return torch.cat(sinusoids(distance, self.config.width, self.config.base, self.w_r.dtype), -1)
+
+    def _weight(self) -> Tensor:
+        """``w_r`` as ``(H, head_dim, width)``."""
+        return self.w_r.view(self.config.num_heads, self.config.head_dim, self.config.width)
+
+    def _project_distances(self, distances: Tensor) -> Callable[[Tensor], Tensor]:
+        """``q . (W_R R)``: one product per distance and one per pair."""
+        keys = (self._code(distances)[None] @ self._weight().mT).mT
+        return lambda query: query @ keys.to(query.dtype)
+
+    def _project_queries(self, distances: Tensor) -> Callable[[Tensor], Tensor]:
+        """``(W_R^T q) . R``, the same number: cheaper where queries are fewer than a head is wide (decoding)."""
+        code, weight = self._code(distances).mT, self._weight()
+        return lambda query: query @ weight.to(query.dtype) @ code.to(query.dtype)
 
     def _from_products(self, whole: Positions) -> Callable[[Tensor, Positions], Tensor]:
         """``a_s sin w(i - j) + a_c cos w(i - j)``, with ``(a_s, a_c) = W_R^T (q + v)``, by the addition theorem."""
         c = self.config
-        weight = self.w_r.view(c.num_heads, c.head_dim, c.width)
-        of_keys = torch.cat(sinusoids(whole.key.double(), c.width, c.base, self.w_r.dtype), -1)
+        weight = self._weight()
+        of_keys = self._code(whole.key.double())
 
         def relative(query: Tensor, block: Positions) -> Tensor:
             here = block_of(whole, block).query.double()

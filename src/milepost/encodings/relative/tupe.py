@@ -119,12 +119,20 @@ class TUPE(Encoding):
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         check_one_axis(positions, self.name)
         self._check(positions)
+        c = self.config
         causal, known_key = positions.causal, positions.key
-        known = self._project(self.key, known_key)
+        few = not torch.compiler.is_compiling() and positions.num_queries < self.config.head_dim
+        known = None if few else self._project(self.key, known_key)
 
         def bias(query: Tensor, key: Tensor) -> Tensor:
-            keys = known if key is known_key else self._project(self.key, key)
-            return self._bias(query, key, self._project(self.query, query), keys, causal)
+            of_queries = self._project(self.query, query)
+            if few:  # the same product the other way round, cheaper where queries are fewer than a head is wide
+                weight, shift = self.key.weight.unflatten(0, (-1, c.head_dim)), self.key.bias.view(-1, c.head_dim, 1)
+                products = of_queries @ weight @ self._rows(key)[:, None].mT + of_queries @ shift
+            else:
+                of_keys = known if known is not None and key is known_key else self._project(self.key, key)
+                products = of_queries @ of_keys.mT
+            return self._bias(query, key, products, causal)
 
         half = math.sqrt(0.5)
         return Terms(branches=(Branch(query=lambda q: q * half),), bias=PairBias(bias, positions))
@@ -144,20 +152,23 @@ class TUPE(Encoding):
                 "shorten the input, or take the last one with beyond='clamp'"
             )
 
+    def _rows(self, at: Tensor) -> Tensor:
+        """``(B|1, n)`` positions -> their normalised embeddings ``(B|1, n, width)``."""
+        return self.norm(self.position[at.clamp(0, self.config.trained_length - 1) + 1])
+
     def _project(self, projection: nn.Linear, at: Tensor) -> Tensor:
         """``(B|1, n)`` positions -> ``(B|1, H, n, head_dim)``."""
-        rows = self.position[at.clamp(0, self.config.trained_length - 1) + 1]
-        return projection(self.norm(rows)).unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
+        return projection(self._rows(at)).unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
 
-    def _bias(self, query: Tensor, key: Tensor, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    def _bias(self, query: Tensor, key: Tensor, products: Tensor, causal: bool) -> Tensor:
         factor = 1 / math.sqrt(2 * self.config.head_dim)
-        bias = q @ k.mT * factor
+        bias = products * factor
         from_cls, to_cls = (query == 0)[:, None, :, None], (key == 0)[:, None, None, :]
         if self.config.cls_reset:
             rows = self.norm(self.position[:2])
-            products = (self.query(rows) * self.key(rows)).unflatten(-1, (self.config.num_heads, -1)).sum(-1) * factor
-            bias = torch.where(to_cls, products[1, :, None, None], bias)
-            bias = torch.where(from_cls, products[0, :, None, None], bias)
+            own = (self.query(rows) * self.key(rows)).unflatten(-1, (self.config.num_heads, -1)).sum(-1) * factor
+            bias = torch.where(to_cls, own[1, :, None, None], bias)
+            bias = torch.where(from_cls, own[0, :, None, None], bias)
         if self.relative is None:
             return bias
         c = self.config

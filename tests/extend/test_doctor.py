@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from milepost.encodings.frequencies import from_config, usable_length
 from milepost.extend.doctor import RULES, Report, SourceError, diagnose, guess_layout, pages, write_fixed
 from milepost.extend.doctor.check_form import NUMBERS as DOCTOR_NUMBERS
 from milepost.extend.doctor.check_model import IGNORES_PARTIAL
@@ -629,6 +630,20 @@ def test_any_text_in_a_file_gets_a_verdict(tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     assert diagnose(path).verdict in ("clean", "warning", "error")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(CONFIG | BLOCK, st.sampled_from([None, "full_attention"]), st.sampled_from([None, 128]))
+def test_any_configuration_is_read_or_refused_in_words(document: Any, layer_type: Any, head_dim: Any) -> None:
+    theta = None if head_dim is None else 1e4
+    for call in (
+        lambda: from_config(document, layer_type=layer_type, head_dim=head_dim, rope_theta=theta).frequencies(100),
+        lambda: usable_length(document, layer_type=layer_type),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert str(error)
 
 
 @settings(max_examples=80, deadline=None)

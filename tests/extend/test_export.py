@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from milepost.encodings.frequencies import (
     dynamic_ntk,
     from_config,
 )
+from milepost.extend.doctor import diagnose
 from milepost.extend.engines import (
     EngineError,
     LlamaCppRope,
@@ -40,7 +42,7 @@ from milepost.extend.engines import (
     vllm_frequencies,
     vllm_max_model_len,
 )
-from milepost.extend.export import ExportRefused, difference, export, llama_cpp_rope, read_back
+from milepost.extend.export import ExportRefused, difference, export, into_config, llama_cpp_rope, read_back
 
 C: dict[str, Any] = {"rotary_dim": 128, "base": 10000.0}
 S: dict[str, Any] = {**C, "trained_length": 4096, "factor": 8.0}
@@ -246,6 +248,36 @@ def test_llama_cpp_without_an_original_length_takes_the_stretched_one() -> None:
 def test_engines_stop_where_they_would(call: Any, words: str) -> None:
     with pytest.raises(EngineError, match=words):
         call()
+
+
+@pytest.mark.parametrize("form", ["v4", "v5"])
+@pytest.mark.parametrize("name", [n for n, (_, e) in METHODS.items() if e[0] not in ("refused", "dynamic")])
+def test_a_folder_with_an_export_in_its_config_loads_with_the_method_s_frequencies(
+    tmp_path: Path, name: str, form: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    method = METHODS[name][0]
+    made = export(method, "transformers", trained_length=trained(method))
+    config: dict[str, Any] = {"model_type": "llama", "head_dim": 128, "hidden_size": 128, "num_attention_heads": 1}
+    config |= {"max_position_embeddings": trained(method), "vocab_size": 7, "num_hidden_layers": 1}
+    base = {"rope_theta": 10000.0}
+    config |= base if form == "v4" else {"rope_parameters": {"rope_type": "default", **base}}
+    merged = into_config(config, made)
+    assert merged["vocab_size"] == 7 and ("rope_theta" in merged) == (form == "v4")
+    (tmp_path / "config.json").write_text(json.dumps(merged))
+    loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(loaded)
+    wanted = method.frequencies(trained(method))
+    torch.testing.assert_close(rotary.inv_freq.double(), wanted.inv_freq.flatten(), rtol=1e-6, atol=0)
+    folded = float(wanted.attention_factor) * math.sqrt(float(wanted.softmax_factor))
+    assert rotary.attention_scaling == pytest.approx(folded)
+    assert loaded.max_position_embeddings == made.max_position_embeddings
+    assert diagnose(tmp_path).verdict in ("clean", "warning")
+
+
+def test_only_exports_for_transformers_go_into_config_json() -> None:
+    with pytest.raises(ValueError, match="not for vllm"):
+        into_config({"rope_theta": 1e4}, export(Yarn(**S), "vllm"))
 
 
 def test_missing_or_contradicting_lengths_are_named() -> None:

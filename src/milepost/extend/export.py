@@ -36,6 +36,7 @@ from milepost.encodings.frequencies import (
     LongRope,
     Proportional,
     from_config,
+    merge_scaling,
 )
 from milepost.extend.engines import (
     LlamaCppRope,
@@ -104,6 +105,22 @@ class Export:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
         return {key: _plain(value) for key, value in self.__dict__.items() if value not in (None, (), {})}
+
+
+def into_config(
+    config: Mapping[str, Any], made: Export, *, layer_type: str | None = None, replace_trained: bool = False
+) -> dict[str, Any]:
+    """A copy of a config.json with an export for transformers merged in: block, base and declared length.
+
+    Everything else survives; see `merge_scaling` for where the block goes and what is refused.
+    Raises ValueError for an export that is not transformers'.
+    """
+    if made.engine != "transformers":
+        raise ValueError(f"config.json is transformers' file: export for transformers, not for {made.engine}")
+    merged = merge_scaling(config, made.rope_parameters, layer_type=layer_type, replace_trained=replace_trained)
+    if made.max_position_embeddings is not None:
+        merged["max_position_embeddings"] = made.max_position_embeddings
+    return merged
 
 
 def _plain(value: Any) -> Any:

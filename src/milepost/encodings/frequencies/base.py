@@ -140,6 +140,8 @@ class Ladder:
             problems.append(f"rotary_dim must be an int, got {self.rotary_dim!r}")
         elif self.rotary_dim < 2 or self.rotary_dim % 2:
             problems.append(f"rotary_dim must be even and at least 2 (channels rotate in pairs), got {self.rotary_dim}")
+        elif self.rotary_dim > 65536:
+            problems.append(f"rotary_dim {self.rotary_dim} is no width of a head")
         if not is_number(self.base) or self.base <= 1:
             problems.append(f"base (rope_theta) must be a finite number above 1, got {self.base!r}")
         return problems

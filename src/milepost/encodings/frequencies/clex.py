@@ -38,8 +38,8 @@ class Clex(nn.Module):
     The known part is integrated exactly: with ``z = ln theta_ntk + u`` it is ``du/dt = MLP(u + 2 ln theta_ntk)``,
     ``u(1) = 0``, solved by Runge-Kutta 4 in steps of at most ``time_dt``; the same number of steps for every row, so no
     branch on a length. (The official step is 0.01; because the known part is exact, 0.25 stays within 1e-6 up to t = 16
-    while the network moves log-frequencies by less than 10.) MLP: P -> param_factor * d -> P, no bias, last layer 0 at the start, where CLEX is therefore
-    dynamic NTK in transformers' form with factor 2.
+    while the network moves log-frequencies by less than 10.) MLP: P -> param_factor * d -> P, no bias, last layer 0 at
+    the start, where CLEX is therefore dynamic NTK in transformers' form with factor 2.
     In use, ``t = ceil(l / L)`` held in [1, max_factor], each row its own; in training give ``time``.
     Parameters are float32 and solved in float32 whatever autocast says. `frozen` gives the stateless table for serving.
     Raises ValueError for rotary_dim 2, max_factor < 1 or time_dt <= 0.

@@ -202,8 +202,10 @@ def rope_fields(config: Any, layer_type: str | None = None) -> RopeFields:
         head_dim = source.get("global_head_dim")
     if head_dim is None:
         head_dim = source.get("head_dim", "kv_channels")
-    if head_dim is None and source.get("hidden_size", "n_embd", "d_model") and source.get("num_attention_heads"):
-        head_dim = source.get("hidden_size", "n_embd", "d_model") // source.get("num_attention_heads")
+    if head_dim is None:
+        hidden, heads = source.get("hidden_size", "n_embd", "d_model"), source.get("num_attention_heads", "n_head")
+        if is_number(hidden) and is_number(heads) and heads > 0:
+            head_dim = int(hidden // heads)
     partial = parameters.get("partial_rotary_factor")
     return RopeFields(
         parameters=parameters,

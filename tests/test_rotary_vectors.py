@@ -437,7 +437,7 @@ def test_xpos_scalar_form() -> None:
     terms = XPos(head_dim=8, decay="scalar", gamma=0.8)(positions)
     rope = logits(RoPE(head_dim=8, layout="interleaved")(positions), q, k, positions)
     i = torch.arange(9)
-    decayed = rope * 0.8 ** (i[:, None] - i).clamp(min=0)
+    decayed = rope * 0.8 ** (i[:, None] - i).clamp(min=0).double()
     wanted = torch.softmax(decayed.masked_fill(i[:, None] < i, -torch.inf), -1)
     found = attend(q[None, None], k[None, None], v[None, None], positions, terms, scale=1.0)[0, 0]
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)

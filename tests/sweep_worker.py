@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -13,6 +15,21 @@ import numpy as np
 
 from milepost.evaluate import LengthLoss, PasskeyResult
 from milepost.sweep import Reporter, worker_main
+
+
+def write_text(folder: Path) -> str:
+    """A folder with 24 documents of about 600 bytes; the same for every caller."""
+    generator = random.Random(0)
+    words = ["the", "road", "was", "long", "and", "stones", "stood", "beside", "it", "every", "mile"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(24):
+        (folder / f"{number:02}.txt").write_text(" ".join(generator.choice(words) for _ in range(120)))
+    return str(folder)
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that imports what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def perform(job: dict[str, Any], work: Path, out: Path, report: Reporter) -> dict[str, Any]:

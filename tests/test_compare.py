@@ -24,18 +24,14 @@ from milepost.encoding import catalogue
 from milepost.sweep import DifferentSettings, Failure, Progress, Reporter, SweepBusy, SweepDirectory, write_atomically
 from milepost.sweep.files import damage, seal
 from milepost.sweep.progress import duration
+from tests.sweep_worker import environment, write_text
 
 FAKE = "tests.sweep_worker"
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("text")
-    generator = random.Random(0)
-    words = ["the", "road", "was", "long", "and", "stones", "stood", "beside", "it", "every", "mile"]
-    for number in range(24):
-        (folder / f"{number:02}.txt").write_text(" ".join(generator.choice(words) for _ in range(120)))
-    return str(folder)
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def micro(text: str, **changes: Any) -> Settings:
@@ -313,7 +309,8 @@ def test_a_real_run_measures_what_it_says(text: str, tmp_path: Path) -> None:
     settings = micro(text, measures=("windows", "last", "sliding"))
     result = run_once(settings, tmp_path)
     assert [(row["measure"], row["length"], row["targets"]) for row in result["perplexity"]] == [
-        ("windows", 16, 192), ("windows", 64, 192), ("last", 16, 48), ("last", 64, 48), ("sliding", 16, 192), ("sliding", 64, 192),
+        ("windows", 16, 192), ("windows", 64, 192), ("last", 16, 48), ("last", 64, 48),
+        ("sliding", 16, 192), ("sliding", 64, 192),
     ]  # fmt: skip
     assert [row["prompts"] for row in result["passkey"]] == [4, 4]
     assert result["curves"]["kind"] == "bias" and len(result["curves"]["layers"]) == 1
@@ -382,10 +379,6 @@ def command(text: str, folder: Path) -> subprocess.Popen[bytes]:
             flags += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     arguments = [sys.executable, "-m", "milepost", "compare", "--out", str(folder), "--workers", "2", "--quiet", *flags]
     return subprocess.Popen(arguments, env=environment(), stdout=subprocess.DEVNULL)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def descendants(pid: int) -> list[int]:

@@ -40,17 +40,23 @@ def build_app() -> typer.Typer:
     @app.callback()
     def everywhere(
         debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
-        version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+        version: Annotated[
+            bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and leave.")
+        ] = False,
     ) -> None:
-        if version:
-            import milepost
-
-            typer.echo(milepost.__version__)
-            raise typer.Exit
+        pass
 
     for name in COMMANDS:
         import_module(f"milepost.cli.{name}").register(app)
     return app
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import milepost
+
+        typer.echo(milepost.__version__)
+        raise typer.Exit
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,8 +21,8 @@ after `import milepost.model`."""
 
 SETTINGS = (
     "train_length", "data", "tokenizer", "text_field", "max_documents", "layers", "width", "heads", "kv_heads",
-    "dropout", "init_std", "steps", "batch_size", "accumulation", "lr", "warmup", "weight_decay", "clip", "encoding_lr_scale",
-    "precision", "device", "checkpoint_every", "threads",
+    "dropout", "init_std", "steps", "batch_size", "accumulation", "lr", "warmup", "weight_decay", "clip",
+    "encoding_lr_scale", "precision", "device", "checkpoint_every", "threads",
 )  # fmt: skip
 
 

@@ -250,6 +250,14 @@ def test_engines_stop_where_they_would(call: Any, words: str) -> None:
         call()
 
 
+def test_the_page_s_table_is_what_is_written() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ]
+    assert {row[0]: tuple(row[1:]) for row in rows[1:]} == {name: words for name, (_, words) in METHODS.items()}
+
+
 @pytest.mark.parametrize("form", ["v4", "v5"])
 @pytest.mark.parametrize("name", [n for n, (_, e) in METHODS.items() if e[0] not in ("refused", "dynamic")])
 def test_a_folder_with_an_export_in_its_config_loads_with_the_method_s_frequencies(

@@ -498,11 +498,14 @@ void forward_dots(const Shared *s, const Row *rows, int64_t count, const float *
     for (int64_t j = from / W * W; j < end; j += W) {
         const int64_t last = s->call.keys - 1 - key;  // rows past the end are read as the last one, and hidden
         const Vec at = count_up() + (float)j;
+        const float *starts[W];
+        UNROLL for (int i = 0; i < W; i++) starts[i] = keys + least(j + i, last) * key_step;
         for (int64_t r = 0; r < count; r++) {
-            Vec sums[W] = {};
-            for (int64_t d = 0; d < size; d += W) {
-                const Vec mine = load(q + r * s->padded + d);
-                UNROLL for (int i = 0; i < W; i++) sums[i] += mine * load(keys + least(j + i, last) * key_step + d);
+            const float *mine = q + r * s->padded;
+            Vec sums[W];
+            UNROLL for (int i = 0; i < W; i++) {  // row after row, as they lie in memory
+                sums[i] = load(mine) * load(starts[i]);
+                for (int64_t d = W; d < size; d += W) sums[i] += load(mine + d) * load(starts[i] + d);
             }
             transpose(sums);
             UNROLL for (int half = W / 2; half > 0; half /= 2)
@@ -587,17 +590,16 @@ void forward(Shared *s, int64_t task, char *scratch) {
         end = most(end, strip.hi);
     }
 
-    // Newest keys first; where keys may be left out, those first that may weigh most.
+    // In the order of memory; where keys may be left out, those first that may weigh most, and newest first among equals.
     int64_t blocks = 0;
-    if (num_strips)
+    if (num_strips && !s->skip)
+        for (int64_t b = first / BLOCK; b * BLOCK < end; b++) order[blocks++] = b;
+    else if (num_strips)
         for (int64_t b = (end - 1) / BLOCK; b >= first / BLOCK; b--) {
-            float top = 0.0f;
-            if (s->skip) {
-                top = -INFINITY;
-                for (int64_t g = 0; g < s->group; g++) {
-                    const int64_t head = key_head * s->group + g, at = line_place(s, start + count - 1) + b * BLOCK;
-                    top = larger_or_nan(top, line_top(s, head, at, at + count + BLOCK - 2));
-                }
+            float top = -INFINITY;
+            for (int64_t g = 0; g < s->group; g++) {
+                const int64_t head = key_head * s->group + g, at = line_place(s, start + count - 1) + b * BLOCK;
+                top = larger_or_nan(top, line_top(s, head, at, at + count + BLOCK - 2));
             }
             int64_t slot = blocks++;
             for (; slot > 0 && bound[slot - 1] < top; slot--) {

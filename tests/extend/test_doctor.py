@@ -100,7 +100,7 @@ def test_engines_differ_in_words_where_they_differ_in_numbers() -> None:
     assert "attention_factor is not read" in said["vllm"][1] and "0 of 64" in said["vllm"][0]
     assert "rope_factors_long.weight" in said["llama.cpp"][1]
     dynamic = diagnose({**GOOD, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}).engines[""]
-    assert "no change at all" in dynamic["vllm"][1] and "grow with the length" in dynamic["llama.cpp"][0]
+    assert "one static base" in dynamic["vllm"][1] and "grow with the length" in dynamic["llama.cpp"][0]
     assert "at 262144 tokens" in dynamic["transformers"][1]
     unknown = diagnose({**GOOD, "rope_scaling": {"rope_type": "yran", "factor": 2.0}}).engines[""]
     assert "KeyError" in unknown["transformers"][0] and "Unknown RoPE" in unknown["vllm"][0]

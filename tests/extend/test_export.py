@@ -184,13 +184,14 @@ def test_vllm_gets_the_keys_its_classes_read() -> None:
     ] == pytest.approx(40889.94243248622)
 
 
-def test_vllm_takes_one_list_for_its_whole_life_and_scales_dynamic_not_at_all() -> None:
+def test_vllm_takes_one_list_and_one_dynamic_base_for_its_whole_life() -> None:
     block = dict(export(METHODS["longrope"][0], "vllm").rope_parameters)
     sizes = {"head_dim": 128, "max_position_embeddings": 131072}
     short, long = (vllm_frequencies(block, **sizes, max_model_len=n) for n in (4096, 4097))
     assert difference(short, long) > 0.5
     dynamic = vllm_frequencies({"rope_type": "dynamic", "factor": 4.0}, head_dim=128, max_position_embeddings=4096)
-    assert difference(dynamic, Default(**C).frequencies()) == 0
+    grown = dynamic_ntk(**C, trained_length=4096, factor=4.0).frequencies(4 * 4096)
+    assert difference(dynamic, grown) < 1e-12
     ntk = vllm_frequencies({"rope_type": "ntk", "factor": 8.0}, head_dim=128, max_position_embeddings=4096)
     assert difference(ntk, NTK(**C, factor=8.0, mixed_b=1.0).frequencies()) < 1e-12  # Su's "fixed", not NTK-aware
     for block, wanted in (

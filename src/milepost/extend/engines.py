@@ -199,9 +199,9 @@ def vllm_frequencies(
 ) -> Frequencies:
     """vLLM's answer: one table for the engine's life, made for ``max_model_len`` and not for the request's length.
 
-    ``dynamic`` is a static base for factor times the length, which its formula turns into no change at all (the leading
-    factor is absent); ``ntk`` without mixed_b slows every pair, the first one too; LongRoPE takes one list by
-    ``max_model_len`` and reads short_mscale / long_mscale, never attention_factor.
+    ``dynamic`` is one static base, transformers' at factor times the declared length; ``ntk`` without mixed_b slows
+    every pair, the first one too; LongRoPE takes one list by ``max_model_len`` and reads short_mscale / long_mscale,
+    never attention_factor.
     """
     block = {key: value for key, value in block.items() if value is not None}
     kind = block.get("rope_type", block.get("type", "default"))
@@ -221,8 +221,8 @@ def vllm_frequencies(
     if kind == "dynamic":
         if "alpha" in block:
             return Frequencies(_plain(dim, base * _number(block, "alpha") ** (dim / (dim - 2))))
-        _number(block, "factor")
-        return Frequencies(_plain(dim, base))
+        factor = _number(block, "factor")
+        return Frequencies(_plain(dim, base * (factor * factor - (factor - 1)) ** (dim / (dim - 2))))
     if kind == "llama3":
         return Frequencies(_llama3(dim, base, block))
     if kind in ("yarn", "deepseek_yarn"):

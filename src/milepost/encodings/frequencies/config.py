@@ -291,13 +291,14 @@ def from_config(
         f"{key} must be a number above 0, got {value!r}"
         for key, value in (
             ("head_dim", fields.head_dim),
-            ("partial_rotary_factor", fields.partial),
             ("rotary_dim", fields.rotary_dim),
             ("max_position_embeddings", fields.max_length),
             ("original_max_position_embeddings", fields.original_length),
         )
-        if value is not None and (not is_number(value) or value <= 0) and not (key.startswith("partial") and value == 0)
+        if value is not None and (not is_number(value) or value <= 0)
     ]
+    if fields.partial is not None and (not is_number(fields.partial) or not 0 <= fields.partial <= 1):
+        wrong_sizes.append(f"partial_rotary_factor must lie in [0, 1], got {fields.partial!r}")
     if wrong_sizes:
         raise ValueError("; ".join([*problems, *wrong_sizes]))
     rotary_dim = _rotary_dim(fields)

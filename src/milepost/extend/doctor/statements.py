@@ -47,6 +47,8 @@ def statements(view: View) -> dict[str, list[str]]:
     head_dim = view.head_dim or ASSUMED_HEAD_DIM
     if base is None or base <= 1 or base > 1e30 or not 2 <= head_dim <= 4096 or head_dim % 2:
         return {}
+    if view.partial is not None and not 0 < view.partial <= 1:
+        return {}
     longest = view.max_length or view.original
     if longest is None or longest > 2**40:
         return {}
@@ -110,7 +112,7 @@ def _vllm(view: View, head_dim: int, longest: int, base: float) -> list[str]:
     found = vllm_frequencies(block, head_dim=head_dim, max_position_embeddings=longest, max_model_len=reach)
     lines = [f"max_model_len {reach} by itself; at every length: {describe(found, base)}"]
     if view.type == "dynamic" and "alpha" not in view.block:
-        lines.append("its dynamic type is one static base, and no change at all in the released formula")
+        lines.append("its dynamic type is one static base, for factor times the declared length, at every length")
     if view.type == "longrope" and view.block.get("attention_factor") is not None:
         lines.append("attention_factor is not read: short_mscale and long_mscale are, or sqrt(1 + ln s / ln L)")
     return lines

@@ -124,8 +124,8 @@ def largest_value(model: MilepostForCausalLM) -> float:
 def test_encodings_begin_as_published_when_a_model_is_made(name: str) -> None:
     """Hugging Face's own initialisation (N(0, initializer_range) for every Linear) must not reach into an encoding."""
     torch.manual_seed(3)
-    config = MilepostConfig(width=64, num_layers=2, num_heads=4, trained_length=64, encoding=name, initializer_range=7.0)
-    model = MilepostForCausalLM(config)
+    sizes = {"width": 64, "num_layers": 2, "num_heads": 4, "trained_length": 64}
+    model = MilepostForCausalLM(MilepostConfig(encoding=name, initializer_range=7.0, **sizes))
     largest = largest_value(model)
     for module in model.model.encodings:
         assert isinstance(module, Encoding)

@@ -269,9 +269,11 @@ class _Trainer(Trainer):
     def __init__(self, *, config: TrainConfig, items: _Ordered, progress: Progress | None, **kwargs: Any) -> None:
         super().__init__(train_dataset=items, data_collator=collate, **kwargs)
         self.remove_callback(PrinterCallback)
+        self.optimizer: torch.optim.Optimizer | None
+        self.lr_scheduler: Any
         self.config, self.items, self.progress = config, items, progress
         self.plan = config.plan(self.args.world_size)
-        self.tokens_per_step = self.plan.max_length * items.per_step
+        self.tokens_per_step = 0
         self.losses: list[float] = []
         self.waiting: list[Tensor] = []  # losses of steps not yet read from the device
         self.micro: Tensor | None = None
@@ -285,6 +287,7 @@ class _Trainer(Trainer):
         if checkpoint is not None:
             curve = json.loads((checkpoint / CURVE).read_text("utf-8"))
             self.losses, self.seconds_before = curve["losses"], curve["seconds"]
+            self.tokens_per_step = curve["tokens_per_step"]
             self.first_step = self.items.first = len(self.losses)
             self.random_state = str(checkpoint)
         self.began = time.perf_counter()
@@ -320,6 +323,7 @@ class _Trainer(Trainer):
             self._load_rng_state(self.random_state)
             self.random_state = None
         self._set_stage(len(self.losses) + len(self.waiting))
+        self.tokens_per_step = inputs["input_ids"].numel() * self.config.grad_accum * self.args.world_size
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.micro = loss.clone() if self.micro is None else self.micro + loss
         if self.accelerator.gradient_state.sync_gradients:

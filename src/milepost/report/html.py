@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from milepost.report.plots import render
-from milepost.report.style import GRID, INK
+from milepost.report.style import GRID, INK, PALETTE, PALETTE_DARK
 from milepost.report.table import Table
 
 CAPTIONS = {
@@ -39,6 +39,7 @@ def page(
     Nothing is loaded from elsewhere and no script is needed.
     """
     style = (resources.files("milepost.report") / "report.css").read_text("utf-8")
+    style = _series(PALETTE) + f"@media (prefers-color-scheme: dark) {{ {_series(PALETTE_DARK)} }}\n" + style
     main, rest = list(tables[:1]), list(tables[1:])
     parts = [f"<h1>{html.escape(title)}</h1>"]
     if lead:
@@ -66,6 +67,11 @@ def page(
     )
 
 
+def _series(colors: Sequence[str]) -> str:
+    """The colours of lines as CSS variables."""
+    return ":root { " + " ".join(f"--series-{number}: {color};" for number, color in enumerate(colors)) + " }\n"
+
+
 def inline_svg(figure: Any, name: str) -> str:
     """The figure as an SVG element that takes its colours from the page."""
     text = render(figure, "svg", salt=name, transparent=True).decode("utf-8")
@@ -75,6 +81,8 @@ def inline_svg(figure: Any, name: str) -> str:
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
     text = re.sub(r'(xlink:href="|url\()#([^")]+)', rf"\1#{name}-\2", text)
     text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
+    for number, color in enumerate(PALETTE):
+        text = text.replace(color, f"var(--series-{number})")
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(name)}" ', 1)
 
 

@@ -110,7 +110,7 @@ def passkey_figure(passkey: Mapping[str, Any], looks: Mapping[str, Mapping[str, 
         chance = passkey["chance_token"]
         axes.axhline(chance, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), alpha=0.7)
         axes.annotate(
-            "chance, digits", (0.01, chance), xycoords=("axes fraction", "data"), xytext=(0, 3),
+            "chance, digits", (0.03, chance), xycoords=("axes fraction", "data"), xytext=(0, 3),
             textcoords="offset points", fontsize=8.5, alpha=0.8,
         )  # fmt: skip
         for method, points in digits.items():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from milepost.attention import attend
 from milepost.encoding import Encoding
+from milepost.encodings.rotary import Rotary
 from milepost.positions import Positions
 from milepost.report.plots import draw_bias, short
 from milepost.report.style import INK, PALETTE, figure_style, head_colors
@@ -20,6 +21,7 @@ from milepost.terms import Terms
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SAMPLES_AT_ONCE = 16
 Geometry = Mapping[str, Any]
 """num_heads, head_dim, width, num_layers, vocab_size, trained_length: what the encoding was built for."""
 
@@ -34,7 +36,7 @@ def bias_curves(encoding: Encoding, geometry: Geometry, *, length: int) -> dict[
     """What the encoding adds to attention by distance, seen from the last of `length` positions, as plain values.
 
     Returns {"kind": "bias" | "rotation" | "similarity", "distances": [n], "layers": [layers][heads][n]}:
-    a bias in nats; the mean rotation score of equal content (1 at distance 0); the cosine of two positions' embeddings.
+    a bias in nats; the rotation's score of equal content (1 at distance 0); the cosine of two positions' embeddings.
     None where there is no such curve (NoPE, or what depends on content). One layer where all layers share one set.
     An encoding that refuses `length` is asked at its trained length.
     """
@@ -60,7 +62,7 @@ def _curves(encoding: Encoding, geometry: Geometry, length: int) -> dict[str, An
                 return None
             if terms.bias is not None:
                 found, values = "bias", _bias_by_distance(terms)
-            elif len(terms.branches) == 1:
+            elif _rotates(terms, int(geometry["head_dim"]), positions):
                 found, values = "rotation", _rotation_by_distance(terms, int(geometry["head_dim"]), positions)
             elif terms.is_empty():
                 similarity = _similarity_by_distance(part, int(geometry["width"]), length)
@@ -80,7 +82,7 @@ def _curves(encoding: Encoding, geometry: Geometry, length: int) -> dict[str, An
     return {"kind": kind, "distances": distances, "layers": layers}
 
 
-def attention_by_distance(encoding: Encoding, geometry: Geometry, *, length: int, samples: int = 64) -> Tensor:
+def attention_by_distance(encoding: Encoding, geometry: Geometry, *, length: int, samples: int = 256) -> Tensor:
     """Mean attention of the last query by distance, over random content: (heads, length) float32.
 
     Serves every encoding, content-dependent ones too. Queries and keys are normal; the same seed is used for all.
@@ -94,15 +96,14 @@ def attention_by_distance(encoding: Encoding, geometry: Geometry, *, length: int
     with torch.no_grad():
         part = encoding.for_layer(0)
         terms = part(positions, tokens if part.needs_tokens else None)
-        plain = replace(terms, value=None, output=None)
-        if getattr(terms, "weights", None) is not None:
-            plain = replace(plain, weights=None)
+        plain = replace(terms, value=None, output=None, weights=_without_addition(terms))
         embedded = encoding.embed(torch.zeros(1, length, width), everywhere, tokens) if width == heads * dim else None
         if terms.is_empty() and (embedded is None or not bool(embedded.any())):
             return torch.full((heads, length), 1.0 / length)
-        for _ in range(samples):
-            q = torch.randn(1, heads, 1, dim, generator=generator)
-            k = torch.randn(1, heads, length, dim, generator=generator)
+        for begin in range(0, samples, SAMPLES_AT_ONCE):
+            count = min(SAMPLES_AT_ONCE, samples - begin)
+            q = torch.randn(count, heads, 1, dim, generator=generator)
+            k = torch.randn(count, heads, length, dim, generator=generator)
             if embedded is not None and bool(embedded.any()):
                 x = (
                     embedded.view(1, length, heads, dim).transpose(1, 2)
@@ -111,12 +112,17 @@ def attention_by_distance(encoding: Encoding, geometry: Geometry, *, length: int
                     * math.sqrt(length)
                 )
                 q, k = q + x[:, :, -1:], k + x
-            for begin in range(0, length, dim):  # the identity as values, a few columns at a time
-                v = torch.zeros(1, heads, length, dim)
-                stop = min(begin + dim, length)
-                v[:, :, range(begin, stop), range(stop - begin)] = 1.0
-                total[:, begin:stop] += attend(q, k, v, positions, plain)[0, :, 0, : stop - begin]
+            v = torch.eye(length).expand(count, heads, length, length)  # attention of the identity: the weights
+            total += attend(q, k, v, positions, plain)[:, :, 0].sum(0)
     return (total / samples).flip(-1)
+
+
+def _without_addition(terms: Terms) -> Any:
+    """What an encoding does to the weights, without what it adds to the values."""
+    weights = terms.weights
+    if weights is None:
+        return None
+    return lambda probabilities, *, positions: (weights(probabilities, positions=positions)[0], None)
 
 
 def picture(encoding: Encoding, geometry: Geometry, *, length: int, title: str | None = None) -> Figure:
@@ -124,17 +130,23 @@ def picture(encoding: Encoding, geometry: Geometry, *, length: int, title: str |
 
     A bias: one line a head against distance. A rotation: mean score against distance, and the wavelength of every
     pair. An absolute embedding: a heat map, and the similarity of positions. Anything else: mean attention by distance
-    over random content. An encoding that refuses `length` is drawn up to its trained length.
+    over random content. An encoding that refuses `length` is drawn up to its trained length. Drawn as it is outside
+    training, where nothing is random.
     """
     title = title or encoding.name
     trained = geometry.get("trained_length")
-    with torch.no_grad():
-        try:
+    training = encoding.training
+    encoding.eval()
+    try:
+        with torch.no_grad():
             return _picture(encoding, geometry, length, title, trained)
-        except ValueError:
-            if not trained or trained >= length:
-                raise
+    except ValueError:
+        if not trained or trained >= length:
+            raise
+        with torch.no_grad():
             return _picture(encoding, geometry, int(trained), title, trained)
+    finally:
+        encoding.train(training)
 
 
 def _picture(encoding: Encoding, geometry: Geometry, length: int, title: str, trained: int | None) -> Figure:
@@ -145,6 +157,9 @@ def _picture(encoding: Encoding, geometry: Geometry, length: int, title: str, tr
         return _rotation_picture(encoding, curve, geometry, title, trained)
     if curve is not None:
         return _absolute_picture(encoding, curve, geometry, title, length)
+    heat = _temperature_by_length(encoding.for_layer(0), geometry, length)
+    if heat is not None:
+        return _temperature_picture(*heat, title, trained)
     return _attention_picture(attention_by_distance(encoding, geometry, length=min(length, 512)), title, trained)
 
 
@@ -152,10 +167,11 @@ def _picture(encoding: Encoding, geometry: Geometry, length: int, title: str, tr
 
 
 def _terms(encoding: Encoding, positions: Positions) -> Terms | None:
-    if encoding.needs_tokens:
+    if encoding.needs_tokens and type(encoding).terms is not Encoding.terms:
         return None
     terms: Terms = encoding(positions)
-    return None if terms.scores is not None or terms.weights is not None else terms
+    content = terms.scores is not None and not isinstance(encoding, Rotary)
+    return None if content or terms.weights is not None else terms
 
 
 def _bias_by_distance(terms: Terms) -> Tensor:
@@ -164,15 +180,42 @@ def _bias_by_distance(terms: Terms) -> Tensor:
     return terms.bias.dense()[0, :, 0].flip(-1).float()
 
 
+def _rotates(terms: Terms, head_dim: int, positions: Positions) -> bool:
+    """Keys are turned: not so where only queries are scaled, or where nothing becomes something (FLOATER adds)."""
+    keys = [branch.key for branch in terms.branches if branch.key is not None]
+    zeros = torch.zeros(1, 1, positions.num_keys, head_dim)
+    return bool(keys or terms.scores) and not any(bool(key(zeros, at="keys").any()) for key in keys)
+
+
 def _rotation_by_distance(terms: Terms, head_dim: int, positions: Positions) -> Tensor:
     """(1, length): q . k / (|q| |k| at distance 0) of a vector of ones against itself."""
-    branch = terms.branches[0]
     q = torch.ones(1, 1, 1, head_dim)
     k = torch.ones(1, 1, positions.num_keys, head_dim)
-    turned_q = branch.query(q) if branch.query is not None else q
-    turned_k = branch.key(k, at="keys") if branch.key is not None else k
-    scores = (turned_q * turned_k).sum(-1)[0, :, :].flip(-1).float()
-    return scores / scores[:, :1]
+    scores = (q * k).sum(-1)[:, :, None]
+    for branch in terms.branches:
+        turned_q = branch.query(q) if branch.query is not None else q
+        turned_k = branch.key(k, at="keys") if branch.key is not None else k
+        scores = torch.where(branch.pairs(positions)[:, None], (turned_q * turned_k).sum(-1)[:, :, None], scores)
+    if terms.scores is not None:
+        scores = terms.scores(
+            scores, None, q=q, k=k, positions=positions, allowed=positions.allowed()[:, None], scale=1.0
+        )
+    by_distance = scores[0, :, 0].flip(-1).float()
+    return by_distance / by_distance[:, :1]
+
+
+def _temperature_by_length(encoding: Encoding, geometry: Geometry, length: int) -> tuple[list[int], Tensor] | None:
+    """Lengths, and (heads, lengths) what the last query is multiplied by; None where more than that is done."""
+    lengths, found = distances_up_to(length)[1:], []
+    for count in lengths:
+        positions = Positions.full(count, queries=1, trained_length=geometry.get("trained_length"))
+        terms = _terms(encoding, positions)
+        if terms is None or len(terms.branches) != 1 or terms.branches[0].query is None:
+            return None
+        if not replace(terms, branches=()).is_empty() or terms.branches[0].key is not None:
+            return None
+        found.append(terms.branches[0].query(torch.ones(1, int(geometry["num_heads"]), 1, 1))[0, :, 0, 0])
+    return lengths, torch.stack(found, 1)
 
 
 def _similarity_by_distance(encoding: Encoding, width: int, length: int) -> Tensor | None:
@@ -184,8 +227,9 @@ def _similarity_by_distance(encoding: Encoding, width: int, length: int) -> Tens
 
 
 def _embedding(encoding: Encoding, width: int, length: int) -> Tensor | None:
-    """(length, width): what is added to the token embeddings."""
-    added = encoding.embed(torch.zeros(1, length, width), Positions.full(length))[0].float()
+    """(length, width): what is added to the token embeddings, of one and the same token where it depends on it."""
+    tokens = torch.zeros(1, length, dtype=torch.long) if encoding.needs_tokens else None
+    added = encoding.embed(torch.zeros(1, length, width), Positions.full(length), tokens)[0].float()
     return added if bool(added.any()) else None
 
 
@@ -221,9 +265,10 @@ def _rotation_picture(
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
+    wavelengths = _wavelengths(encoding, geometry, max(curve["distances"]) + 1)
     with figure_style():
-        figure = Figure(figsize=(8.2, 3.9))
-        left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
+        figure = Figure(figsize=(8.2, 3.9) if wavelengths else (6.6, 4.0))
+        left, *others = figure.subplots(1, 2, width_ratios=[1.25, 1]) if wavelengths else [figure.add_subplot()]
         distances = [max(d, 0.9) for d in curve["distances"]]
         for number, heads in enumerate(curve["layers"]):
             left.plot(distances, heads[0], color=PALETTE[number % len(PALETTE)], linewidth=1.8 if number == 0 else 0.8)
@@ -236,7 +281,10 @@ def _rotation_picture(
         left.set_title(title, pad=10)
         left.set_xlabel("distance (tokens)")
         left.set_ylabel("score of equal content")
-        wavelengths = _wavelengths(encoding, geometry)
+        _margins(figure, right=0.2, wspace=0.34)
+        if not others:
+            return figure
+        right = others[0]
         pairs = range(1, len(wavelengths) + 1)
         right.scatter(pairs, wavelengths, color=PALETTE[1], s=22, zorder=3)
         right.set_yscale("log")
@@ -252,7 +300,30 @@ def _rotation_picture(
                 f"trained length {short(trained)}", (0.02, trained), xycoords=("axes fraction", "data"), xytext=(0, 3),
                 textcoords="offset points", fontsize=8.5,
             )  # fmt: skip
-        _margins(figure, right=0.2, wspace=0.34)
+    return figure
+
+
+def _temperature_picture(lengths: Sequence[int], heat: Tensor, title: str, trained: int | None) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    heads = heat.shape[0]
+    with figure_style():
+        figure = Figure(figsize=(6.6, 4.0))
+        axes = figure.add_subplot()
+        for head, color in reversed(list(enumerate(head_colors(heads)))):
+            axes.plot(lengths, heat[head].tolist(), color=color, linewidth=1.8)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlim(0.9, max(lengths))
+        axes.set_ylim(0, max(2.0, 1.1 * float(heat.max())))
+        _mark_trained(axes, trained)
+        axes.set_title(title, pad=10)
+        axes.set_xlabel("length (tokens)")
+        axes.set_ylabel("factor of the last query's logits")
+        _head_legend(axes, heads)
+        _margins(figure, right=1.05)
     return figure
 
 
@@ -307,7 +378,7 @@ def _attention_picture(weights: Tensor, title: str, trained: int | None) -> Figu
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_yscale("log")
         low, high = axes.get_ylim()
-        low, high = max(min(low, 0.09), 1e-4), max(high, 11.0)
+        low, high = max(min(low, 0.09), 9e-4), max(high, 11.0)
         axes.set_ylim(low, high)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -322,11 +393,15 @@ def _attention_picture(weights: Tensor, title: str, trained: int | None) -> Figu
     return figure
 
 
-def _wavelengths(encoding: Encoding, geometry: Geometry) -> Sequence[float]:
-    """Tokens for a full turn of every pair, measured from the rotation itself at one step of distance."""
+def _wavelengths(encoding: Encoding, geometry: Geometry, length: int) -> Sequence[float]:
+    """Tokens for a full turn of every pair, measured from the rotation itself at one step of distance.
+
+    In a row of this length, and by the nearest keys' branch, where there are several.
+    """
     dim = int(geometry["head_dim"])
-    terms: Terms = encoding.for_layer(0)(Positions.full(2, trained_length=geometry.get("trained_length")))
-    key = terms.branches[0].key
+    positions = Positions.full(2, trained_length=geometry.get("trained_length"))
+    terms: Terms = encoding.for_layer(0)(replace(positions, length=torch.tensor([length])))
+    key = terms.branches[0].key if terms.branches else None
     if key is None:
         return []
     units = torch.eye(dim)[:, None, None].expand(dim, 1, 2, dim)  # each channel alone, at positions 0 and 1
@@ -363,5 +438,5 @@ def _head_legend(axes: Any, heads: int) -> None:
 def _margins(figure: Figure, *, right: float, wspace: float = 0.2) -> None:
     width, height = figure.get_figwidth(), figure.get_figheight()
     figure.subplots_adjust(
-        left=0.75 / width, right=1 - right / width, bottom=0.6 / height, top=1 - 0.5 / height, wspace=wspace
+        left=0.85 / width, right=1 - right / width, bottom=0.6 / height, top=1 - 0.5 / height, wspace=wspace
     )

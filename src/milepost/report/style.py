@@ -13,6 +13,10 @@ GRID = "#d4d9df"
 
 PALETTE = ("#0077bb", "#ee7733", "#009988", "#cc3377", "#8866cc", "#33a7dd", "#a0841c", "#808890")
 """After Okabe and Ito 2008 and Paul Tol's vibrant set; mid tones, so that lines show on white and on black."""
+PALETTE_DARK = ("#4aa8e8", "#ff9a5c", "#2fc4b2", "#ee6aa7", "#ab8df0", "#6cc8f0", "#cfae4a", "#a5aeb7")
+"""The same, lighter: `page` shows them on a dark background."""
+HEADS = ("#4a55cc", "#2f9fb8", "#58ad4a", "#e0962f")
+"""From the first head to the last; all four show on white and on black."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 
@@ -62,10 +66,10 @@ def look(index: int) -> dict[str, Any]:
 
 def head_colors(count: int) -> list[Any]:
     """A row of colours for heads, from the first to the last."""
-    import matplotlib
+    from matplotlib.colors import LinearSegmentedColormap
 
-    scale = matplotlib.colormaps["viridis"]
-    return [scale(0.05 + 0.8 * index / max(count - 1, 1)) for index in range(count)]
+    scale = LinearSegmentedColormap.from_list("heads", HEADS)
+    return [scale(index / max(count - 1, 1)) for index in range(count)]
 
 
 def spread_labels(heights: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:

@@ -319,16 +319,16 @@ class RoPE3D(Rotary):
     config: RoPE3DConfig
     axes = 3
 
+    def setup(self) -> None:
+        self.ladders = [Linear(rotary_dim=n, base=self.config.base) for n in self.config.channels]
+        super().setup()
+
     def make_method(self) -> FrequencyMethod:
-        return Linear(rotary_dim=self.config.channels[0], base=self.config.base)
+        return self.ladders[0]
 
     def inv_freq(self, device: torch.device | None = None, *, length: int | Tensor | None = None) -> Tensor:
         """``(head_dim / 2,)`` float64: the three ladders one after the other."""
-        ladders = [
-            Linear(rotary_dim=n, base=self.config.base).frequencies(device=device).inv_freq
-            for n in self.config.channels
-        ]
-        return torch.cat(ladders)
+        return torch.cat([ladder.frequencies(device=device).inv_freq for ladder in self.ladders])
 
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         axis_of_pair = tuple(axis for axis, n in enumerate(self.config.channels) for _ in range(n // 2))

@@ -420,18 +420,16 @@ class _StairScores:
         allowed: Tensor,
         scale: float,
     ) -> Tensor:
-        start = 0
-        if self.positions.num_queries != positions.num_queries:
-            start = positions.query_start - self.positions.query_start  # type: ignore[assignment]  # ints: blocks
-        stop = start + positions.num_queries
+        bounds = block_bounds(self.positions, positions)
 
         def product(rotation: Rotation) -> Tensor:
-            return (
-                per_group(rotation.rows(start, stop).query(q), rotation.key(k).mT) * scale
-            )  # one table of keys for all blocks
+            part = rotation if bounds is None else rotation.rows(*bounds)
+            return per_group(part.query(q), rotation.key(k).mT) * scale
 
         near, shelf, next_shelf = map(product, self.rotations)
-        place, key_place = self.place[:, start:stop, None], self.key_place[:, None, :]
+        place, key_place = self.place[..., None], self.key_place[:, None, :]
+        if bounds is not None:
+            place = place[:, bounds[0] : bounds[1]]
         other = place > key_place if self.rounding == "ceil" else place < key_place
         far = torch.where(other[:, None], next_shelf, shelf)
         distance = positions.token_distance()[:, None]

@@ -236,12 +236,22 @@ def _growth_from(first: Tensor, last: Tensor, rate: Tensor) -> tuple[Phases, Pha
     return lambda where: -keys(where), keys
 
 
+def block_bounds(mine: Positions, block: Positions) -> tuple[int, int] | None:
+    """(start, stop) of a block's queries among all queries of the call; None: the block is the whole call.
+
+    A compiler always sees the whole call.
+    """
+    if torch.compiler.is_compiling() or mine.num_queries == block.num_queries:
+        return None
+    assert isinstance(mine.query_start, int) and isinstance(block.query_start, int)
+    start = block.query_start - mine.query_start
+    return start, start + block.num_queries
+
+
 def block_of(mine: Positions, block: Positions) -> Tensor:
     """``(B|1, q)``: where the queries of a block stand in ``mine``, the (maybe mapped) positions of the whole call."""
-    if mine.num_queries == block.num_queries:
-        return mine.query
-    offset = block.query_start - mine.query_start
-    return mine.query[:, offset : offset + block.num_queries]
+    bounds = block_bounds(mine, block)
+    return mine.query if bounds is None else mine.query[:, bounds[0] : bounds[1]]
 
 
 def per_group(q: Tensor, k: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from milepost.encoding import alias, register
 from milepost.encodings.frequencies import Frequencies, log_n_scale
 from milepost.encodings.rotary import Rotary, RotaryConfig, Rotation
-from milepost.encodings.xpos import per_group
+from milepost.encodings.xpos import block_bounds, per_group
 from milepost.positions import Positions
 from milepost.terms import Terms
 

@@ -78,8 +78,8 @@ class Settings:
     passkey_layers: int = _option(2, "layers of the passkey model")
     passkey_width: int = _option(64, "width of the passkey model")
     passkey_heads: int = _option(4, "heads of the passkey model")
-    passkey_init_std: float = _option(0.1, "standard deviation of its initial weights (0.02 learns this task slowly)")
-    init_std: float = _option(0.02, "standard deviation of the language model's initial weights")
+    passkey_init_std: float = _option(0.1, "standard deviation of its initial weights")
+    init_std: float = _option(0.06, "standard deviation of the language model's initial weights")
     checkpoint_every: int = _option(100, "steps between checkpoints, from which a killed training goes on")
     threads: int = _option(1, "threads of each worker process")
 
@@ -267,6 +267,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "seeds": 2,
         "layers": 4,
         "width": 192,
+        "init_std": 0.05,
         "heads": 6,
         "steps": 1500,
         "batch_size": 16,
@@ -285,6 +286,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tokenizer": "openai-community/gpt2",
         "layers": 12,
         "width": 768,
+        "init_std": 0.02,
         "heads": 12,
         "steps": 50_000,
         "batch_size": 32,

@@ -132,6 +132,7 @@ def _start(
             stderr=log,
             env=environment,
             text=True,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends its workers
         )
     threading.Thread(target=_listen, args=(job.name, process, messages), daemon=True).start()
     return _Running(job, process, time.monotonic())

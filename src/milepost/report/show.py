@@ -49,7 +49,10 @@ def bias_curves(encoding: Encoding, geometry: Geometry, *, length: int) -> dict[
         return _curves(encoding, geometry, int(trained))
 
 
-def _curves(encoding: Encoding, geometry: Geometry, length: int) -> dict[str, Any] | None:
+def _curves(
+    encoding: Encoding, geometry: Geometry, length: int, tokens: Tensor | None = None
+) -> dict[str, Any] | None:
+    """As `bias_curves`; with `tokens`, the rotations of encodings that read them too."""
     positions = Positions.full(length, queries=1, trained_length=geometry.get("trained_length"))
     distances = distances_up_to(length)
     layers: list[Any] = []
@@ -57,8 +60,8 @@ def _curves(encoding: Encoding, geometry: Geometry, length: int) -> dict[str, An
     with torch.no_grad():
         for layer in range(int(geometry.get("num_layers") or 1)):
             part = encoding.for_layer(layer)
-            terms = _terms(part, positions)
-            if terms is None:
+            terms = _terms(part, positions, tokens)
+            if terms is None or (part.needs_tokens and terms.bias is not None):
                 return None
             if terms.bias is not None:
                 found, values = "bias", _bias_by_distance(terms)
@@ -91,7 +94,7 @@ def attention_by_distance(encoding: Encoding, geometry: Geometry, *, length: int
     generator = torch.Generator().manual_seed(0)
     positions = Positions.full(length, queries=1, trained_length=geometry.get("trained_length"))
     everywhere = Positions.full(length, trained_length=geometry.get("trained_length"))
-    tokens = torch.randint(0, int(geometry.get("vocab_size") or 258), (1, length), generator=generator)
+    tokens = _text(length)
     total = torch.zeros(heads, length)
     with torch.no_grad():
         part = encoding.for_layer(0)
@@ -115,6 +118,15 @@ def attention_by_distance(encoding: Encoding, geometry: Geometry, *, length: int
             v = torch.eye(length).expand(count, heads, length, length)  # attention of the identity: the weights
             total += attend(q, k, v, positions, plain)[:, :, 0].sum(0)
     return (total / samples).flip(-1)
+
+
+def _text(length: int) -> Tensor:
+    """(1, length): bytes of sentences of 32 tokens, four to a line, for encodings that read tokens."""
+    sentence = torch.full((32,), ord("a"))
+    line = sentence.repeat(4)
+    line[31::32] = ord(".")
+    line[-1] = ord("\n")
+    return line.repeat(length // 128 + 1)[:length][None]
 
 
 def _without_addition(terms: Terms) -> Any:
@@ -150,7 +162,7 @@ def picture(encoding: Encoding, geometry: Geometry, *, length: int, title: str |
 
 
 def _picture(encoding: Encoding, geometry: Geometry, length: int, title: str, trained: int | None) -> Figure:
-    curve = _curves(encoding, geometry, length)
+    curve = _curves(encoding, geometry, length, _text(length))
     if curve is not None and curve["kind"] == "bias":
         return _bias_picture(curve, title, trained)
     if curve is not None and curve["kind"] == "rotation":
@@ -166,10 +178,10 @@ def _picture(encoding: Encoding, geometry: Geometry, length: int, title: str, tr
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
 
-def _terms(encoding: Encoding, positions: Positions) -> Terms | None:
-    if encoding.needs_tokens and type(encoding).terms is not Encoding.terms:
+def _terms(encoding: Encoding, positions: Positions, tokens: Tensor | None = None) -> Terms | None:
+    if encoding.needs_tokens and tokens is None and type(encoding).terms is not Encoding.terms:
         return None
-    terms: Terms = encoding(positions)
+    terms: Terms = encoding(positions, tokens if encoding.needs_tokens else None)
     content = terms.scores is not None and not isinstance(encoding, Rotary)
     return None if content or terms.weights is not None else terms
 
@@ -400,7 +412,9 @@ def _wavelengths(encoding: Encoding, geometry: Geometry, length: int) -> Sequenc
     """
     dim = int(geometry["head_dim"])
     positions = Positions.full(2, trained_length=geometry.get("trained_length"))
-    terms: Terms = encoding.for_layer(0)(replace(positions, length=torch.tensor([length])))
+    part = encoding.for_layer(0)
+    tokens = torch.tensor([[ord("\n"), ord("\n")]]) if part.needs_tokens else None
+    terms: Terms = part(replace(positions, length=torch.tensor([length])), tokens)
     key = terms.branches[0].key if terms.branches else None
     if key is None:
         return []

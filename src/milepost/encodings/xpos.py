@@ -256,5 +256,7 @@ def block_of(mine: Positions, block: Positions) -> Tensor:
 
 def per_group(q: Tensor, k: Tensor) -> Tensor:
     """``(B, H, n, D) @ (B, Hkv, D, K)``, each of the Hkv heads serving ``H / Hkv`` consecutive heads of q."""
-    groups = q.unflatten(1, (k.shape[1], -1))
-    return (groups @ k[:, :, None]).flatten(1, 2)
+    if q.shape[1] == k.shape[1]:
+        return q @ k
+    batch, heads, rows, inner = q.shape
+    return (q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, inner) @ k).view(batch, heads, rows, k.shape[-1])

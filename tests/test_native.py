@@ -136,6 +136,7 @@ int64_t milepost_call_size() { return SIZE; }
 const char *milepost_instruction_set(const char *) { return NAME; }
 int milepost_forward(void *, const char *, int64_t *) { return 0; }
 int milepost_backward(void *, const char *, int64_t *) { return 0; }
+int milepost_rotate(void *, const char *) { return 0; }
 }
 """
 

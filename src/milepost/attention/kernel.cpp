@@ -17,6 +17,7 @@ enum { BLOCK = 128 };       // keys handled between two updates of the running m
 enum { FORWARD_ROWS = 192 };   // stacked query rows of one forward task
 enum { BACKWARD_ROWS = 96 };   // query rows packed at a time in the backward pass
 enum { PAD = FORWARD_ROWS + 2 * BLOCK + 64 };  // room around a line, so that whole tiles may be loaded
+enum { TURN_ROWS = 64 };    // rows of every head that one task rotates, so that their angles stay close
 enum { FEW_ROWS = 8 };      // so few rows are not worth a packed copy of the keys
 enum { LINE_CHUNK = 64 };   // distances summarised by one maximum
 
@@ -40,6 +41,12 @@ struct Call {
     float *grad_q, *grad_k, *grad_v, *grad_table;  // contiguous
 };
 
+struct Turn {  // a rotation of pairs of channels: (a, b) to (a cos - b sin, b cos + a sin)
+    int64_t batch, heads, length, size, pairs, interleaved, dtype, threads;
+    double rest;             // what channels that are not rotated are multiplied with
+    View x, cos, sin, out;   // cos and sin: float32, their strides 0 where they are shared
+};
+
 struct Shared {  // what all threads of a call read, made by `prepare`
     Call call;
     int64_t group, rows, row_blocks, key_tiles, chunks, line_stride, padded, value_padded;
@@ -54,6 +61,7 @@ struct Shared {  // what all threads of a call read, made by `prepare`
     int64_t *block_lo, *block_hi;  // (intervals, row_blocks): keys that any row of a block sees, backward only
     float *query_parts;    // (chunks, batch * heads, queries, padded)
     float *table_parts;    // (batch * key_heads * chunks, group, line_stride)
+    const Turn *turn;      // of `rotate` alone
 };
 
 typedef void (*Step)(Shared *, int64_t task, char *scratch);
@@ -61,7 +69,7 @@ typedef void (*Step)(Shared *, int64_t task, char *scratch);
 struct Kernel {
     const char *name;
     int64_t width;
-    Step prepare_line, prepare_keys, prepare_rows, forward, backward, finish_rows, finish_table;
+    Step prepare_line, prepare_keys, prepare_rows, forward, backward, finish_rows, finish_table, rotate;
     int64_t (*forward_scratch)(const Shared *);
     int64_t (*backward_scratch)(const Shared *);
 };
@@ -116,15 +124,21 @@ INLINE Vec count_up() {
 #if MILEPOST_WIDTH == 16
 #define LOW_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define HIGH_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #define FOLD(x, by) SHUFFLE(x, x, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7, by + 8, by + 9, by + 10, \
                             by + 11, by + 12, by + 13, by + 14, by + 15)
 #elif MILEPOST_WIDTH == 8
 #define LOW_HALVES 0, 8, 1, 9, 2, 10, 3, 11
 #define HIGH_HALVES 4, 12, 5, 13, 6, 14, 7, 15
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #define FOLD(x, by) SHUFFLE(x, x, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7)
 #else
 #define LOW_HALVES 0, 4, 1, 5
 #define HIGH_HALVES 2, 6, 3, 7
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
 #define FOLD(x, by) SHUFFLE(x, x, by, by + 1, by + 2, by + 3)
 #endif
 
@@ -910,6 +924,101 @@ void finish_table(Shared *s, int64_t head, char *) {
         }
 }
 
+// ---- rotation --------------------------------------------------------------------------------------------------------
+
+typedef uint16_t Halves __attribute__((vector_size(W * 2)));
+typedef uint16_t LooseHalves __attribute__((vector_size(W * 2), aligned(2), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(W * 4)));
+
+INLINE Vec load_as(const float *p) { return load(p); }
+INLINE void store_as(float *p, Vec x) { store(p, x); }
+
+INLINE Vec load_as(const uint16_t *p) {
+    const Halves halves = *(const LooseHalves *)p;
+    const Bits bits = __builtin_convertvector(halves, Bits) << 16;
+    Vec x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE void store_as(uint16_t *p, Vec x) {
+    Bits bits;
+    memcpy(&bits, &x, sizeof bits);
+    const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const Bits nan = ((bits & 0x7fffffffu) > 0x7f800000u) ? (Bits){} + 0x7fc0u : rounded;
+    *(LooseHalves *)p = __builtin_convertvector(nan, Halves);
+}
+
+INLINE float one(float x) { return x; }
+INLINE float one(uint16_t x) { return from_bfloat16(x); }
+INLINE void put(float *p, float x) { *p = x; }
+INLINE void put(uint16_t *p, float x) { *p = to_bfloat16(x); }
+
+template <class T>
+INLINE void rotate_half(T *to, const T *x, const float *cos, const float *sin, int64_t pairs) {
+    int64_t p = 0;
+    for (; p + W <= pairs; p += W) {
+        const Vec a = load_as(x + p), b = load_as(x + pairs + p), c = load(cos + p), s = load(sin + p);
+        store_as(to + p, a * c - b * s);
+        store_as(to + pairs + p, b * c + a * s);
+    }
+    for (; p < pairs; p++) {
+        const float a = one(x[p]), b = one(x[pairs + p]);
+        put(to + p, a * cos[p] - b * sin[p]);
+        put(to + pairs + p, b * cos[p] + a * sin[p]);
+    }
+}
+
+template <class T>
+INLINE void rotate_interleaved(T *to, const T *x, const float *cos, const float *sin, int64_t pairs) {
+    int64_t p = 0;
+    for (; p + W <= pairs; p += W) {
+        const Vec low = load_as(x + 2 * p), high = load_as(x + 2 * p + W), c = load(cos + p), s = load(sin + p);
+        const Vec a = SHUFFLE(low, high, EVEN), b = SHUFFLE(low, high, ODD);
+        const Vec first = a * c - b * s, second = b * c + a * s;
+        store_as(to + 2 * p, SHUFFLE(first, second, LOW_HALVES));
+        store_as(to + 2 * p + W, SHUFFLE(first, second, HIGH_HALVES));
+    }
+    for (; p < pairs; p++) {
+        const float a = one(x[2 * p]), b = one(x[2 * p + 1]);
+        put(to + 2 * p, a * cos[p] - b * sin[p]);
+        put(to + 2 * p + 1, b * cos[p] + a * sin[p]);
+    }
+}
+
+template <class T>
+void rotate_rows(const Turn &t, int64_t batch, int64_t head, int64_t row, int64_t end) {
+    for (; row < end; row++) {
+        const T *x = (const T *)t.x.data + place(t.x, batch, head, row);
+        T *to = (T *)t.out.data + place(t.out, batch, head, row);
+        const float *cos = (const float *)t.cos.data + place(t.cos, batch, head, row);
+        const float *sin = (const float *)t.sin.data + place(t.sin, batch, head, row);
+        if (t.interleaved)
+            rotate_interleaved<T>(to, x, cos, sin, t.pairs);
+        else
+            rotate_half<T>(to, x, cos, sin, t.pairs);
+        const float rest = (float)t.rest;
+        if (rest != 1.0f)
+            for (int64_t d = 2 * t.pairs; d < t.size; d++) put(to + d, one(x[d]) * rest);
+        else if (to != x)
+            for (int64_t d = 2 * t.pairs; d < t.size; d++) to[d] = x[d];
+    }
+}
+
+void rotate(Shared *shared, int64_t task, char *) {
+    const Turn &t = *shared->turn;
+    const int64_t blocks = (t.length + TURN_ROWS - 1) / TURN_ROWS;
+    const int64_t batch = task / blocks, row = task % blocks * TURN_ROWS, end = least(t.length, row + TURN_ROWS);
+    // In the order of memory: heads of a row, or rows of a head.
+    const int64_t step = t.x.head < t.x.row ? 1 : end - row;
+    for (int64_t from = row; from < end; from += step)
+        for (int64_t head = 0; head < t.heads; head++)
+            if (t.dtype == FLOAT32)
+                rotate_rows<float>(t, batch, head, from, from + step);
+            else
+                rotate_rows<uint16_t>(t, batch, head, from, from + step);
+}
+
 }  // namespace
 
 #define NAME_(isa) kernel_##isa
@@ -919,7 +1028,7 @@ void finish_table(Shared *s, int64_t head, char *) {
 
 extern const Kernel NAME(MILEPOST_ISA);
 const Kernel NAME(MILEPOST_ISA) = {TEXT(MILEPOST_ISA), W, prepare_line, prepare_keys, prepare_rows, forward, backward,
-                                   finish_rows, finish_table, forward_scratch, backward_scratch};
+                                   finish_rows, finish_table, rotate, forward_scratch, backward_scratch};
 
 }  // namespace milepost
 
@@ -1098,8 +1207,8 @@ using namespace milepost;
 extern "C" {
 
 // The layout of `Call` and the meaning of its members; the caller compares both.
-EXPORT int64_t milepost_version() { return 3; }
-EXPORT int64_t milepost_call_size() { return (int64_t)sizeof(Call); }
+EXPORT int64_t milepost_version() { return 4; }
+EXPORT int64_t milepost_call_size() { return (int64_t)(sizeof(Call) + sizeof(Turn)); }
 
 // The best instruction set of this processor (name = ""), or the named one; NULL if the processor lacks it.
 EXPORT const char *milepost_instruction_set(const char *name) {
@@ -1202,6 +1311,17 @@ EXPORT int milepost_backward(const Call *call, const char *name, int64_t *reach)
     if (!run(&s, first, 4, threads, scratch)) return 2;
     if (direct && !call->table_grad) return 0;
     return run(&s, last, 2, threads, 64) ? 0 : 2;
+}
+
+EXPORT int milepost_rotate(const Turn *turn, const char *name) {
+    const Kernel *kernel = find(name);
+    if (!kernel) return 1;
+    Shared s;
+    memset(&s, 0, sizeof s);
+    s.turn = turn;
+    const Stage stage = {kernel->rotate, turn->batch * (up(turn->length, TURN_ROWS) / TURN_ROWS)};
+    const int64_t numbers = turn->batch * turn->heads * turn->length * turn->size;
+    return run(&s, &stage, 1, numbers < 1 << 18 ? 1 : turn->threads, 64) ? 0 : 2;
 }
 
 }  // extern "C"

@@ -20,7 +20,7 @@ from torch import Tensor
 from milepost.attention.tiles import outside_the_table
 
 DIRECTORY = Path(__file__).resolve().parent
-VERSION = 3
+VERSION = 4
 HOW_TO_GET_IT = "compile it with `python -m milepost.attention.build` (needs g++ or clang++)"
 
 
@@ -42,6 +42,17 @@ class _Call(ctypes.Structure):
     ]
 
 
+class _Turn(ctypes.Structure):
+    """`Turn` of kernel.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "size", "pairs", "interleaved", "dtype")),
+        ("threads", ctypes.c_int64),
+        ("rest", ctypes.c_double),
+        *((name, _View) for name in ("x", "cos", "sin", "out")),
+    ]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A loaded library that passed its self-test, and the instruction set it is asked for."""
@@ -51,8 +62,8 @@ class Kernel:
 
 
 def call_size() -> int:
-    """Bytes of the record that a call passes to the library: part of its version."""
-    return ctypes.sizeof(_Call)
+    """Bytes of the records that calls pass to the library: part of its version."""
+    return ctypes.sizeof(_Call) + ctypes.sizeof(_Turn)
 
 
 def unavailable() -> str | None:
@@ -130,6 +141,15 @@ def backward(
     return _backward(_kernel(), *arguments, table_grad=table_grad)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool, rest: float) -> None:
+    """Write to `out` (which may be x) what `rotation.turn` says.
+
+    x and out (B, H, n, D) of one dtype, float32 or bfloat16; cos and sin (B|1, H|1, n|1, P) float32; last axes
+    contiguous.
+    """
+    _rotate(_kernel(), x, cos, sin, out, interleaved=interleaved, rest=rest)
+
+
 def _kernel() -> Kernel:
     found = _load(os.environ.get("MILEPOST_KERNEL", ""), os.environ.get("MILEPOST_KERNEL_PATH", ""))
     if isinstance(found, str):
@@ -156,6 +176,8 @@ def _load(wanted: str, path: str) -> Kernel | str:
         for function in (library.milepost_forward, library.milepost_backward):
             function.restype = ctypes.c_int
             function.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64)]
+        library.milepost_rotate.restype = ctypes.c_int
+        library.milepost_rotate.argtypes = [ctypes.POINTER(_Turn), ctypes.c_char_p]
     except (OSError, AttributeError) as error:
         return f"{file.name} could not be loaded ({error}): {HOW_TO_GET_IT}"
     if library.milepost_version() != VERSION or library.milepost_call_size() != call_size():
@@ -280,6 +302,20 @@ def _backward(
     return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype), grad_table
 
 
+def _rotate(
+    kernel: Kernel, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool, rest: float
+) -> None:
+    turn = _Turn()
+    turn.batch, turn.heads, turn.length, turn.size = x.shape
+    turn.pairs, turn.interleaved, turn.dtype = cos.shape[3], int(interleaved), int(x.dtype == torch.bfloat16)
+    turn.threads, turn.rest = torch.get_num_threads(), rest
+    turn.x, turn.out = _view(x), _view(out)
+    cos, sin = cos.expand(*x.shape[:3], -1), sin.expand(*x.shape[:3], -1)
+    turn.cos, turn.sin = _view(cos), _view(sin)
+    if kernel.library.milepost_rotate(ctypes.byref(turn), kernel.name.encode()):
+        raise MemoryError("the rotation kernel could not allocate its buffers")
+
+
 def _self_test(kernel: Kernel) -> str | None:
     """Forward and backward of a small grouped case with a window, against the formulas; what differs, or None."""
     length, scale = 150, 0.2
@@ -311,4 +347,9 @@ def _self_test(kernel: Kernel) -> str | None:
         error = float((got - right).abs().max())
         if not error < 1e-4:
             return f"{name} is off by {error:.2g}"
-    return None
+    angles = torch.randn(1, 1, length, 10, generator=generator)
+    cos, sin, turned = angles.cos(), angles.sin(), torch.empty_like(q)
+    _rotate(kernel, q, cos, sin, turned, interleaved=False, rest=1.0)
+    a, b, rest = q.split([10, 10, 4], -1)
+    error = float((turned - torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)).abs().max())
+    return None if error < 1e-5 else f"a rotation is off by {error:.2g}"

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from milepost.attention import rotation
 from milepost.encoding import Encoding, EncodingConfig, register
 from milepost.encodings.frequencies import (
     Default,
@@ -50,6 +51,11 @@ def turn(
     if cos.shape[1] > 1 and cos.shape[1] != x.shape[1]:
         step = cos.shape[1] // x.shape[1]
         cos, sin = cos[:, ::step], sin[:, ::step]
+    if rotation.serves(x, cos, sin, factor):
+        if factor is not None:
+            cos, sin = cos * factor, sin * factor
+        rest_factor = factor if isinstance(factor, float | int) else 1.0
+        return rotation.turn(x, cos, sin, interleaved=layout == "interleaved", rest=float(rest_factor))
     turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if layout == "half":
         a, b = turned[..., :pairs], turned[..., pairs:]

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from milepost.compare import PRESETS, Settings, SettingsError, compare, preset
 from milepost.compare.run import perform, thinned
@@ -332,6 +335,21 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(text: str, tmp_pa
     assert not (tmp_path / "out" / "model").exists()
 
 
+@pytest.mark.slow
+def test_the_published_setting_builds_and_takes_a_step_on_a_cpu(text: str, tmp_path: Path) -> None:
+    changes = {"data": text, "tokenizer": "bytes", "steps": 1, "batch_size": 1, "test_lengths": (512,), "regions": 1}
+    settings = preset("kerple", **changes, device="cpu", measures=("windows",), passkey=False, precision="float32")
+    result = run_once(settings, tmp_path, "kerple-log")
+    assert result["parameters"] > 80_000_000 and len(result["train_losses"]) == 1
+    assert result["encoding_parameters"] == 24
+
+
+def test_a_hub_name_says_how_to_allow_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match="HF_HUB_OFFLINE=0"):
+        fake(preset("tiny", data="nobody/nothing"), tmp_path / "out")
+
+
 def test_thinned_losses_keep_the_mean() -> None:
     losses = tuple(float(x) for x in np.random.default_rng(0).normal(2, 1, 1000))
     assert len(thinned(losses)) == 200 and np.mean(thinned(losses)) == pytest.approx(np.mean(losses))
@@ -482,6 +500,27 @@ def test_time_left_follows_what_was_done_here(monkeypatch: pytest.MonkeyPatch) -
         assert progress.seconds_left() == pytest.approx(20 / 0.5 * 2.5)
         progress.finished(jobs[1], {}, 20.0)
         assert progress.seconds_left() == pytest.approx(20 / 1.0 * 2.0)
+
+
+def test_a_terminal_gets_bars_and_the_lines_that_stay(text: str) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    jobs = jobs_of(preset("quick", methods=("alibi", "rope", "mep")))
+    with Progress(3, console=console, describe=lambda result: f"perplexity {result['value']}") as progress:
+        progress.already(jobs[0])
+        for job in jobs[1:]:
+            progress.started(job)
+            progress.advanced(job, {"fraction": 0.5, "phase": "training 5/10", "loss": 1.5})
+        progress.finished(jobs[1], {"value": 6.5}, 61.0)
+        progress.failed(jobs[2], "the loss became nan")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    for words in (
+        "alibi: complete, kept",
+        "rope: done in 1 min 1 s · perplexity 6.5",
+        "mep: FAILED: the loss became nan",
+    ):
+        assert words in shown
+    assert "training 5/10, loss 1.5" in shown
 
 
 def test_durations_are_words() -> None:

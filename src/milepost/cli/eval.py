@@ -14,7 +14,7 @@ EPILOG = """Examples:
 
   milepost eval my-llama/ --data my-texts/ --lengths 1024..16384 --regions 8 --passkey --json
 
-Nothing is downloaded: a model is a folder, or a name that the local Hugging Face cache holds."""
+A model is a folder or a name in the local Hugging Face cache; nothing is downloaded unless HF_HUB_OFFLINE=0."""
 
 
 def register(app: typer.Typer) -> None:
@@ -114,7 +114,9 @@ def load_model(name: str, tokenizer: str | None, device: str) -> tuple[Any, Any]
         reason = (
             "is a folder without a model that loads" if Path(name).is_dir() else "is no folder, nor in the local cache"
         )
-        raise ValueError(f"{name!r} {reason} ({str(error).splitlines()[0]}); nothing is downloaded") from error
+        raise ValueError(
+            f"{name!r} {reason} ({str(error).splitlines()[0]}); nothing is downloaded unless HF_HUB_OFFLINE=0 is set"
+        ) from error
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device).eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,14 +50,21 @@ def load_data(settings: Settings) -> Corpus:
 
     Raises `DataError` for data that cannot be used.
     """
-    from milepost.data import load_corpus
+    from milepost.data import DataError, load_corpus
 
-    return load_corpus(
-        settings.data,
-        tokenizer=None if settings.tokenizer == "bytes" else settings.tokenizer,
-        text_field=settings.text_field,
-        max_documents=settings.max_documents or None,
-    )
+    try:
+        return load_corpus(
+            settings.data,
+            tokenizer=None if settings.tokenizer == "bytes" else settings.tokenizer,
+            text_field=settings.text_field,
+            max_documents=settings.max_documents or None,
+        )
+    except DataError as error:
+        names = [settings.data.removeprefix("hf:"), settings.tokenizer]
+        remote = any("/" in name and not Path(name).exists() for name in names)
+        if remote and os.environ.get("HF_HUB_OFFLINE") == "1":
+            raise DataError(f"{error}; nothing is downloaded unless HF_HUB_OFFLINE=0 is set") from error
+        raise
 
 
 def model_config(settings: Settings, method: str, *, vocab_size: int, passkey: bool = False) -> Any:

@@ -132,6 +132,39 @@ def test_ours_in_place_of_theirs_gives_their_numbers(ours: RopeTypes, kind: str,
         assert torch.equal(found, again)
 
 
+@pytest.mark.parametrize("layer_type", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_ours_in_place_of_theirs_in_nested_blocks(ours: RopeTypes, kind: str, layer_type: str) -> None:
+    block = {"rope_type": kind, "rope_theta": 10000.0, **BLOCKS[kind]}
+    if kind == "longrope":
+        block |= {"short_factor": [2.0] * 128, "long_factor": [3.0] * 128}
+    config = transformers.Gemma2Config(head_dim=256, max_position_embeddings=64)
+    config.rope_parameters = {"sliding_attention": dict(block), "full_attention": {**block, "rope_theta": 1e6}}
+    for length in (None, 16, 17, 200):
+        found, factor = FUNCTIONS[kind](config, torch.device("cpu"), length, layer_type)
+        wanted, wanted_factor = THEIRS[kind](config, torch.device("cpu"), length, layer_type)
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
+        assert factor == pytest.approx(wanted_factor, rel=1e-12)
+
+
+def test_plain_blocks_reach_our_functions_too(ours: RopeTypes) -> None:
+    config = llama("default")
+    found, factor = FUNCTIONS["proportional"](config, device=torch.device("cpu"))
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    torch.testing.assert_close(found, rotary.compute_default_rope_parameters(config)[0])
+    assert factor == 1.0
+
+
+def test_another_head_width_can_be_named(ours: RopeTypes) -> None:
+    config = llama("proportional")
+    config.global_head_dim = 32
+    arguments = {"device": torch.device("cpu"), "head_dim_key": "global_head_dim"}
+    found, _ = FUNCTIONS["proportional"](config, **arguments)
+    wanted, _ = THEIRS["proportional"](config, **arguments)
+    assert found.numel() == 16
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
+
+
 # What transformers' own tests of these functions check, executed against ours (its test file is not in the wheel).
 
 

@@ -244,11 +244,13 @@ class Attachment:
             if alone and given is not None and given.dim() == 2 and given.shape[1] > 1:
                 step = given[:, 1:] - given[:, :-1]
                 if not bool((step == 1).all()):
-                    return self._packed(given, step)
+                    return self._given(given, step)
             last = kv_offset + (start + queries if isinstance(start, int) else keys)
-            query = key[:, start : start + queries] if isinstance(start, int) else start + torch.arange(
-                queries, device=device
-            )[None] + kv_offset
+            query = (
+                key[:, start : start + queries]
+                if isinstance(start, int)
+                else start + torch.arange(queries, device=device)[None] + kv_offset
+            )
             positions = Positions(
                 query=query,
                 key=key,
@@ -267,10 +269,18 @@ class Attachment:
             positions = replace(positions, length=mask.sum(-1))
         return replace(positions, trained_length=self.trained_length, length=self._lengths(positions.length))
 
-    def _packed(self, given: Tensor, step: Tensor) -> Positions:
-        run = torch.zeros_like(given)
-        run[:, 1:] = (step != 1).cumsum(-1)
-        return replace(Positions.from_documents(run), trained_length=self.trained_length)
+    def _given(self, given: Tensor, step: Tensor) -> Positions:
+        """Positions the caller chose: a step back starts another document; skips forward stay in one (PoSE)."""
+        if bool((step < 1).any()):
+            run = torch.zeros_like(given)
+            run[:, 1:] = (step < 1).cumsum(-1)
+            positions = Positions.from_documents(run)
+            if bool((step[step >= 1] == 1).all()):
+                return replace(positions, trained_length=self.trained_length)
+        else:
+            positions = Positions.full(given.shape[1], device=given.device)
+        length = self._lengths(given.amax(-1) + 1)
+        return replace(positions.mapped(given, given, length=length), trained_length=self.trained_length)
 
     def _lengths(self, now: Tensor) -> Tensor:
         """The length that length-dependent encodings read, per row."""
@@ -322,6 +332,7 @@ def attach(
     length: int | str = "fixed",
     keep_absolute: bool = False,
     backend: str = "auto",
+    trained_length: int | None = None,
     **options: Any,
 ) -> Attachment:
     """Replace the position signal of a Hugging Face decoder: ``attach(model, "yarn", factor=4)``.
@@ -338,6 +349,7 @@ def attach(
             made under earlier frequencies; a number: that length for all rows.
         keep_absolute: keep a learned position embedding (gpt2, opt) beside the new encoding.
         backend: of :func:`milepost.attend`.
+        trained_length: where it is not the original length of the model's config.
 
     Layers without a rotation of their own (NoPE layers) keep none. Where a model has sliding-window and full layers,
     a rotary method replaces the rotation of the full layers and the sliding ones keep theirs.
@@ -355,7 +367,8 @@ def attach(
         raise ValueError(f"length is 'fixed', 'growing' or a number of tokens; got {length!r}")
     rotations = layer_rotations(model)
     config = text_config(model)
-    encodings = _encodings(config, rotations, encoding, options)
+    trained = trained_length or _trained_length(config, rotations)
+    encodings = _encodings(config, rotations, encoding, options, trained)
     return Attachment(
         model,
         encodings,
@@ -363,7 +376,7 @@ def attach(
         length=length,
         keep_absolute=keep_absolute or encoding == "own",
         backend=backend,
-        trained_length=_trained_length(config, rotations),
+        trained_length=trained,
     )
 
 
@@ -387,12 +400,12 @@ def _encodings(
     rotations: dict[int, LayerRotation],
     encoding: str | Encoding | FrequencyMethod,
     options: dict[str, Any],
+    trained: int | None,
 ) -> dict[int, Encoding]:
     """Layer -> encoding; layers that mean the same share one object."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     types = getattr(config, "layer_types", None) or []
     mixed = "full_attention" in types and any("sliding" in t for t in types)
-    trained = _trained_length(config, rotations)
     made: dict[Any, Encoding] = {}
 
     def rope(rotation: LayerRotation, method: FrequencyMethod | None) -> Encoding:

@@ -40,13 +40,17 @@ def rope_init_function(name: str) -> Callable[..., tuple[Tensor, float]]:
         device: torch.device | str | None = None,
         seq_len: int | Tensor | None = None,
         layer_type: str | None = None,
+        head_dim_key: str = "head_dim",
     ) -> tuple[Tensor, float]:
         try:
             config = config.per_layer_config[layer_type] if layer_type is not None else config
         except (AttributeError, ValueError):
             pass
         config.standardize_rope_params()
-        method = from_config(config, layer_type=layer_type)
+        head_dim = getattr(config, head_dim_key, None)
+        if head_dim is None and head_dim_key != "head_dim":
+            head_dim = config.hidden_size // config.num_attention_heads
+        method = from_config(config, layer_type=layer_type, head_dim=head_dim)
         if method.length_dependent and "dynamic" not in name and getattr(method, "growth", None) != "switch":
             raise ValueError(
                 f"rope_type {name!r} would grow with the length, and transformers recomputes only types with 'dynamic' "

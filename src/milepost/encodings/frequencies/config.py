@@ -68,7 +68,7 @@ ROPE_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
         frozenset(),
     ),
-    "proportional": (frozenset({"partial_rotary_factor"}), frozenset({"factor"})),
+    "proportional": (frozenset(), frozenset({"factor"})),
 }
 """(required, optional) keys of the rope types that transformers knows, besides `SHARED_KEYS`."""
 
@@ -367,7 +367,8 @@ def _engine_method(
     if name == "linear":
         return Linear(**common, factor=factor)
     if name == "proportional":
-        return Proportional(**common, proportion=fields.partial, factor=1.0 if factor is None else factor)
+        share = 1.0 if fields.partial is None else fields.partial
+        return Proportional(**common, proportion=share, factor=1.0 if factor is None else factor)
     if name == "dynamic":
         if "alpha" in given:
             return NTK(**common, factor=given["alpha"])

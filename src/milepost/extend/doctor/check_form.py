@@ -80,7 +80,7 @@ def check_numbers(view: View) -> Iterator[Finding]:
             yield Finding(
                 rule="attention-factor-unusual",
                 where=where,
-                words=f"attention_factor {found:g} multiplies rotated logits by {found**2:g} at every length",
+                words=f"attention_factor {found:g} multiplies rotated logits by {found * found:g} at every length",
             )
 
 

@@ -114,7 +114,7 @@ def check_trained(view: View) -> Iterator[Finding]:
 def check_partial(view: View) -> Iterator[Finding]:
     """The class honours the rotated share, and the width is even."""
     partial, model_type = view.partial, view.config.get("model_type")
-    if partial is not None and 0 < partial < 1 and view.type != "proportional" and model_type in IGNORES_PARTIAL:
+    if partial is not None and 0 < partial < 1 and view.type != "proportional" and str(model_type) in IGNORES_PARTIAL:
         yield Finding(
             rule="partial-ignored",
             where=view.at("partial_rotary_factor"),

@@ -165,7 +165,7 @@ class View:
     @property
     def rotary_dim(self) -> int | None:
         head_dim, partial = self.head_dim, self.partial
-        if head_dim is None or partial is None or self.type == "proportional":
+        if head_dim is None or partial is None or not 0 < partial <= 1 or self.type == "proportional":
             return head_dim
         return int(head_dim * partial)
 

@@ -76,7 +76,7 @@ def expected_layout(model_type: Any, config: Any = None) -> Layout:
     """The pairs that transformers' class of this type rotates."""
     if config is not None and config.get("rope_interleave") is not None:
         return "interleaved" if config["rope_interleave"] else "half"
-    return "interleaved" if model_type in INTERLEAVED else "half"
+    return "interleaved" if str(model_type) in INTERLEAVED else "half"
 
 
 def model_projections(model: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from milepost.encodings.frequencies.config import ROPE_KEYS, SHARED_KEYS
 from milepost.extend.doctor.findings import DELETE, Change, Finding, View
 
 Kind = Literal["config", "parameters", "override", "gguf"]
 BLOCKS = ("rope_parameters", "rope_scaling")
+FLAT_KEYS = SHARED_KEYS.union({"method"}, *(required | optional for required, optional in ROPE_KEYS.values()))
+"""Keys of a flat block: an object under one of them is a mistake, not a layer type."""
 IDENTITY = frozenset({"model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size", "text_config"})
 
 
@@ -247,7 +250,7 @@ def _parsed(value: Any) -> dict[str, Any] | None:
 def _flat_or_nested(
     document: Document, config: dict[str, Any], block: dict[str, Any], path: tuple[str, ...], around: dict[str, Any]
 ) -> Iterator[View]:
-    inner = [key for key, value in block.items() if isinstance(value, dict) and key != "method"]
+    inner = [key for key, value in block.items() if isinstance(value, dict) and key not in FLAT_KEYS]
     if not inner:
         yield View(block=block, path=path, stated=bool(block), **around)
         return

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from milepost import Positions, build
 from milepost.encodings.axial import MRoPE
-from milepost.encodings.irope import TemperedNoPE
 from milepost.encodings.rotary import RoPE, Rotary, permute_projection
 from milepost.encodings.xpos import XPos
 
@@ -119,7 +118,7 @@ def test_llama4_rotates_pairs_and_heats_its_global_layers() -> None:
     assert rotates == [bool(flag) for flag in config.no_rope_layers]  # the name says the opposite of its value
     place = torch.tensor([[0, 8190, 8191, 16383, 131071]])
     positions = Positions.cross(5, 5).mapped(place, place)
-    (branch,) = TemperedNoPE()(positions).branches
+    (branch,) = build("nope-llama4")(positions).branches
     scales = torch.log1p(torch.floor((place.float() + 1.0) / config.floor_scale)) * config.attn_scale + 1.0
     ones = torch.ones(1, 1, 5, 4)
     torch.testing.assert_close(branch.query(ones)[0, 0, :, 0], scales[0], **CLOSE)

@@ -15,7 +15,8 @@ from milepost.encodings.axial import MRoPE, RoPE2D, RoPE2DMixed, grid_positions
 from milepost.encodings.chunked import ThreeDRPE
 from milepost.encodings.fourier import FoPE, HoPE
 from milepost.encodings.frequencies import log_n_scale
-from milepost.encodings.irope import IRoPE, TemperedNoPE, length_temperature
+from milepost.encodings.irope import IRoPE
+from milepost.encodings.none import ScaledNoPE, llama4_temperature
 from milepost.encodings.lrpe import LRPE, PermutationPowers
 from milepost.encodings.relmaps import (
     SelfExtend,
@@ -187,12 +188,12 @@ def fope_sizes(i: dict[str, Any]) -> dict[str, int]:
 
 
 def irope_scale(i: dict[str, Any]) -> Tensor:
-    return length_temperature(torch.tensor(i["pos"]), i["floor_scale"], i["attn_scale"])
+    return llama4_temperature(torch.tensor(i["pos"]), i["floor_scale"], i["attn_scale"])
 
 
 def irope_layers(i: dict[str, Any]) -> list[int]:
     schedule = IRoPE(head_dim=8, interval=i["interval"])
-    return [n for n in range(i["n_layers"]) if isinstance(schedule.for_layer(n), TemperedNoPE)]
+    return [n for n in range(i["n_layers"]) if isinstance(schedule.for_layer(n), ScaledNoPE)]
 
 
 def bf16_positions(i: dict[str, Any]) -> Tensor:

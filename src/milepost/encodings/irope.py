@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from milepost.encoding import Encoding, EncodingConfig, PerLayer, register
+from milepost.encodings.none import ScaledNoPE
 from milepost.encodings.rotary import Layout, Rotary, RotaryConfig
 from milepost.positions import Positions
-from milepost.terms import Branch, Terms
-
-
-def length_temperature(position: Tensor, floor_scale: int = 8192, attn_scale: float = 0.1) -> Tensor:
-    """``1 + attn_scale * ln(floor((position + 1) / floor_scale) + 1)``, float64: multiplies queries of NoPE layers.
-
-    Positions count from 0, so position ``floor_scale - 1`` is the first one scaled.
-    Source: meta-llama/llama-models, llama4; transformers writes the same with log1p.
-    """
-    return 1 + attn_scale * torch.floor((position.double() + 1) / floor_scale).log1p()
+from milepost.terms import Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,30 +36,6 @@ class LocalRoPE(Rotary):
             chunk=self.config.chunk,
             rotated_keys_cacheable=not self.method.length_dependent,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TemperedNoPEConfig(EncodingConfig):
-    """Options of :class:`TemperedNoPE`; see `length_temperature`."""
-
-    floor_scale: int = 8192
-    attn_scale: float = 0.1
-
-
-class TemperedNoPE(Encoding):
-    """No positions, but queries scaled with the logarithm of their place (the global layers of :class:`IRoPE`)."""
-
-    Config = TemperedNoPEConfig
-    config: TemperedNoPEConfig
-
-    def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
-        factor = length_temperature(positions.query, self.config.floor_scale, self.config.attn_scale)
-
-        def query(q: Tensor) -> Tensor:
-            work = torch.promote_types(q.dtype, torch.float32)
-            return (q.to(work) * factor.to(work)[:, None, :, None]).to(q.dtype)
-
-        return Terms(branches=(Branch(query=query),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +114,7 @@ class IRoPE(PerLayer):
             scaling=c.scaling,
             chunk=chunk,
         )
-        everywhere = TemperedNoPE(floor_scale=c.floor_scale or chunk, attn_scale=c.attn_scale)
+        everywhere = ScaledNoPE(schedule="llama4", floor_scale=c.floor_scale or chunk, attn_scale=c.attn_scale)
         self.encodings = nn.ModuleList([*[local] * (c.interval - 1), everywhere])
 
     @property

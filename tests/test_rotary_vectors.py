@@ -16,8 +16,8 @@ from milepost.encodings.chunked import ThreeDRPE
 from milepost.encodings.fourier import FoPE, HoPE
 from milepost.encodings.frequencies import log_n_scale
 from milepost.encodings.irope import IRoPE
-from milepost.encodings.none import ScaledNoPE, llama4_temperature
 from milepost.encodings.lrpe import LRPE, PermutationPowers
+from milepost.encodings.none import ScaledNoPE, llama4_temperature
 from milepost.encodings.relmaps import (
     SelfExtend,
     Stair,

@@ -364,7 +364,7 @@ def _same_terms(
 
     def numbers(encoding: Encoding) -> Tensor:
         terms = encoding(positions, tokens)
-        probe = torch.linspace(-1, 1, positions.num_keys * 64).view(1, 1, -1, 64)
+        probe = torch.linspace(-1, 1, positions.num_keys * 64).view(1, 1, -1, 64).expand(len(tokens), -1, -1, -1)
         parts = [probe.new_zeros(1)]
         with torch.autocast("cpu", enabled=False):
             if terms.bias is not None:

@@ -3,6 +3,7 @@
     python docs/build.py              texts, and the pictures that do not exist yet
     python docs/build.py --pictures   all pictures again
     python docs/build.py --texts      texts only
+    python docs/build.py --demo demo  the README's picture and output from a finished `make demo`
 
 Every sentence about an encoding comes from its docstring, its options from its configuration, its properties from
 `milepost.catalogue()`; the introduction of a page is docs/families/<page>.md. Texts are the same on every machine.
@@ -24,6 +25,7 @@ import torch
 
 from milepost.encoding import Encoding, Info, build, catalogue, from_spec
 from milepost.encodings.frequencies import Clex, Dynamic, LogN, LongRope, Resonance
+from milepost.extend.doctor import pages as doctor_pages
 from milepost.positions import Positions
 
 DOCS = Path(__file__).resolve().parent
@@ -411,6 +413,7 @@ def texts() -> dict[Path, str]:
     """Every file that this script writes, and what stands in it."""
     made = {DOCS / "encodings" / f"{name}.md": page(name) for name in PAGES}
     made[DOCS / "encodings" / "README.md"] = index()
+    made.update({DOCS / "doctor" / name: text for name, text in doctor_pages().items()})
     reproduce = DOCS / "reproduce.md"
     made[reproduce] = between(reproduce.read_text(encoding="utf-8"), "presets", presets_table())
     readme = ROOT / "README.md"
@@ -451,7 +454,16 @@ def picture_of(entry: Info) -> bytes:
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=760 / figure.get_figwidth())
     image = Image.open(drawn).convert("RGB")
-    for colors in (64, 32, 16):
+    return small_png(image)
+
+
+def small_png(image: Any) -> bytes:
+    """A picture with as many colours as fit into `LARGEST_PICTURE`."""
+    import io
+
+    from PIL import Image
+
+    for colors in (256, 128, 64, 32, 16):
         out = io.BytesIO()
         palette = image.quantize(colors, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         palette.save(out, "png", optimize=True)
@@ -473,12 +485,50 @@ def pictures(*, again: bool) -> int:
     return count
 
 
+def take_demo(folder: Path) -> None:
+    """The picture and the output of a finished `milepost compare --preset quick --out demo`, into the README.
+
+    What is left out of the output is marked by an ellipsis.
+    """
+    import io
+    import json
+
+    from PIL import Image
+    from rich.console import Console
+
+    from milepost.report import tables
+
+    drawn = Image.open(folder / "perplexity.png").convert("RGB")
+    width = 1100
+    drawn = drawn.resize((width, round(drawn.height * width / drawn.width)), Image.Resampling.LANCZOS)
+    (DOCS / "pictures" / "demo-perplexity.png").write_bytes(small_png(drawn))
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    shown = []
+    for made in tables(results):
+        if made.name in ("perplexity-windows", "passkey"):
+            out = io.StringIO()
+            console = Console(file=out, width=120, highlight=False)
+            console.print(made.to_rich(120))
+            shown.append("\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines()))
+    text = "\n…\n".join(shown) + "\n…\nreport: demo/report.html"
+    readme = ROOT / "README.md"
+    page = readme.read_text(encoding="utf-8")
+    alt = "Perplexity against length, for models trained at 128 tokens"
+    page = between(page, "demo-picture", f"![{alt}](docs/pictures/demo-perplexity.png)")
+    page = between(page, "demo-output", f"```console\n$ milepost compare --preset quick --out demo\n{text}\n```")
+    readme.write_text(page, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--pictures", action="store_true", help="draw all pictures again")
     which.add_argument("--texts", action="store_true", help="texts only")
+    which.add_argument("--demo", type=Path, metavar="FOLDER", help="take the README's picture and output from it")
     arguments = parser.parse_args()
+    if arguments.demo is not None:
+        take_demo(arguments.demo)
+        return
     if not arguments.texts:
         print(f"{pictures(again=arguments.pictures)} pictures drawn")
     changed = 0

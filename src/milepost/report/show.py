@@ -308,9 +308,11 @@ def _rotation_picture(
         right.set_xlim(0, len(wavelengths) + 1)
         if trained is not None:
             right.axhline(trained, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), alpha=0.7)
+            rising = sum(w < trained for w in wavelengths) > 0.55 * len(wavelengths)  # free: left above, right below
+            place, offset, side = (0.02, 3, "left") if rising else (0.98, -11, "right")
             right.annotate(
-                f"trained length {short(trained)}", (0.02, trained), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                textcoords="offset points", fontsize=8.5,
+                f"trained length {short(trained)}", (place, trained), xycoords=("axes fraction", "data"),
+                xytext=(0, offset), textcoords="offset points", fontsize=8.5, ha=side,
             )  # fmt: skip
     return figure
 

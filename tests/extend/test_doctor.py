@@ -16,6 +16,7 @@ from milepost.encodings.frequencies import from_config, usable_length
 from milepost.extend.doctor import RULES, Report, SourceError, diagnose, guess_layout, pages, write_fixed
 from milepost.extend.doctor.check_form import NUMBERS as DOCTOR_NUMBERS
 from milepost.extend.doctor.check_model import IGNORES_PARTIAL
+from milepost.extend.doctor.findings import ROTARY
 from milepost.extend.doctor.layout import INTERLEAVED
 
 DATA = Path(__file__).parents[1] / "data"
@@ -289,6 +290,21 @@ def test_classes_said_to_ignore_the_partial_factor_do(model_type: str) -> None:
     inv_freq = rotary.compute_default_rope_parameters(config, **layer)[0]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert inv_freq.numel() == head_dim // 2 and transformers.__version__
+
+
+def test_default_configurations_of_transformers_are_clean() -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    others = ("bert", "gpt2", "t5", "bloom", "vit", "segformer", "llava")
+    names = [name for name in (*sorted(ROTARY), *others) if name in CONFIG_MAPPING]
+    assert len(names) > 30
+    assert {name: diagnose(CONFIG_MAPPING[name]()).verdict for name in names} == dict.fromkeys(names, "clean")
+
+
+def test_a_model_without_rotary_positions_is_not_asked_for_a_base() -> None:
+    assert diagnose({"model_type": "bert", "hidden_size": 64, "num_attention_heads": [1, 2]}).verdict == "clean"
+    assert diagnose({"model_type": "llama", "hidden_size": 64}).rules() == ("theta-missing",)
 
 
 @pytest.mark.parametrize("length", [131072, 32768])

@@ -26,6 +26,7 @@ LENGTHS = (
     *("max_position_embeddings", "original_max_position_embeddings", "head_dim", "hidden_size"),
     "num_attention_heads",
 )
+SIZES = ("head_dim", "hidden_size", "num_attention_heads")
 BASES = ("rope_theta", "rotary_emb_base", "rope_local_base_freq")
 
 
@@ -45,11 +46,14 @@ def parsed(value: Any) -> float | int | None:
 def check_numbers(view: View) -> Iterator[Finding]:
     """Numbers are numbers, and in their range."""
     places = [(view.at(key), key, view.block[key]) for key in NUMBERS if view.block.get(key) is not None]
-    if view.stated or view.path == view.config_path:
+    if view.rotary:
         places += [
             (view.top(key), key, view.config[key])
             for key in TOP_NUMBERS
-            if view.config.get(key) is not None and view.top(key) not in {place[0] for place in places}
+            if view.config.get(key) is not None
+            and view.top(key) not in {place[0] for place in places}
+            and not (key in SIZES and isinstance(view.config[key], list))  # one size a layer
+            and not (key == "head_dim" and view.config.get("qk_rope_head_dim") is not None)
         ]
     for where, key, value in places:
         found = number(value)

@@ -38,7 +38,7 @@ def check_theta(view: View) -> Iterator[Finding]:
             words="the override replaces the whole block and states no rope_theta: transformers 5 loses the base",
             fix="repeat the checkpoint's rope_theta inside the block",
         )
-    elif view.theta is None and view.kind in ("config", "parameters"):
+    elif view.theta is None and view.rotary and view.kind in ("config", "parameters"):
         yield Finding(
             rule="theta-missing",
             where=view.at("rope_theta") if view.stated else view.top("rope_theta"),
@@ -131,7 +131,7 @@ def check_partial(view: View) -> Iterator[Finding]:
     head_dim, rotary_dim = view.head_dim, view.rotary_dim
     if head_dim is not None and head_dim > 65536:
         yield Finding(rule="size-implausible", where=view.top("head_dim"), words=f"a head of {head_dim} channels")
-    elif rotary_dim is not None and (rotary_dim % 2 or rotary_dim < 2):
+    elif rotary_dim is not None and view.rotary and (rotary_dim < 2 or (rotary_dim % 2 and rotary_dim == head_dim)):
         yield Finding(
             rule="rotary-dim-odd",
             where=view.top("head_dim"),

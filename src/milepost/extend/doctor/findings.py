@@ -13,6 +13,16 @@ from milepost.extend.doctor.rules import RULES, Severity
 
 Path = tuple[str, ...]
 
+ROTARY = frozenset(
+    {
+        *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+        *("olmo", "olmo2", "olmo3", "granite", "smollm3", "cohere", "cohere2", "gpt_oss", "starcoder2", "ministral3"),
+        *("gpt_neox", "gptj", "phi", "phi3", "stablelm", "falcon", "persimmon", "glm", "glm4", "deepseek_v2"),
+        *("deepseek_v3", "llama4_text", "internlm2", "baichuan", "qwen", "yi", "codegen"),
+    }
+)
+"""Model types that rotate even where the file says nothing about it."""
+
 
 class _Delete:
     """Marker: the key goes away."""
@@ -125,6 +135,14 @@ class View:
         if not isinstance(found, str):
             return None
         return {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}.get(found.lower(), found.lower())
+
+    @property
+    def rotary(self) -> bool:
+        """Whether anything says that positions are rotary: a block, a base, the kind of document, the model type."""
+        model_type = self.config.get("model_type")
+        if self.stated or self.theta is not None or self.kind != "config" or not isinstance(model_type, str):
+            return True
+        return model_type in ROTARY
 
     @property
     def theta(self) -> Any:

@@ -5,6 +5,7 @@ Nothing in a file is ever executed: JSON is parsed, GGUF keys are read, safetens
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -267,12 +268,13 @@ def _flat_or_nested(
         )
     layers = config.get("layer_types")
     for key in inner:
-        if isinstance(layers, list) and layers and key not in layers:
+        known = set(map(str, layers)) if isinstance(layers, list) else set()
+        if key not in known and difflib.get_close_matches(key, known, n=1, cutoff=0.8):
             document.findings.append(
                 Finding(
                     rule="nested-unknown-layer",
                     where=(*path, key),
-                    words=f"no layer is of type {key[:40]!r}: the model has {sorted(set(map(str, layers)))[:6]}",
+                    words=f"no layer is of type {key[:40]!r}: the model has {sorted(known)[:6]}",
                 )
             )
         yield View(block=block[key], path=(*path, key), layer_type=key, **around)

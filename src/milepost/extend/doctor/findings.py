@@ -17,11 +17,11 @@ ROTARY = frozenset(
     {
         *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
         *("olmo", "olmo2", "olmo3", "granite", "smollm3", "cohere", "cohere2", "gpt_oss", "starcoder2", "ministral3"),
-        *("gpt_neox", "gptj", "phi", "phi3", "stablelm", "falcon", "persimmon", "glm", "glm4", "deepseek_v2"),
-        *("deepseek_v3", "llama4_text", "internlm2", "baichuan", "qwen", "yi", "codegen"),
+        *("gpt_neox", "phi", "phi3", "stablelm", "falcon", "persimmon", "glm", "glm4", "deepseek_v2"),
+        *("deepseek_v3", "llama4_text", "internlm2", "baichuan", "qwen", "yi"),
     }
 )
-"""Model types that rotate even where the file says nothing about it."""
+"""Model types that rotate by a configured base even where the file says nothing about it."""
 
 
 class _Delete:

@@ -373,10 +373,14 @@ def test_methods_are_immutable_and_hashable(name: str) -> None:
         method.base = 1.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, "clex", "log_n"])
 def test_pe_63_one_graph_serves_every_length(name: str) -> None:
     """At most two graphs and no break over many lengths and batch sizes, with fullgraph."""
-    case, method = REPORTS["PE-63"], ALL[name]
+    more = {
+        "clex": Clex(rotary_dim=32, base=10000.0, trained_length=64, max_factor=4, time_dt=1.0),
+        "log_n": LogN(method=STATIC["yarn"], trained_length=64),
+    }
+    case, method = REPORTS["PE-63"], {**ALL, **more}[name]
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, example: list[Any]) -> Any:

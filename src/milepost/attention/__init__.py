@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from milepost.attention import blocked, native, reference, rows, sdpa
+from milepost.attention import blocked, native, pairs, reference, rows, sdpa
 from milepost.positions import Positions
 from milepost.terms import Terms
 
@@ -18,6 +18,7 @@ _MODULES: dict[str, ModuleType] = {
     "native": native,
     "sdpa": sdpa,
     "blocked": blocked,
+    "pairs": pairs,
     "rows": rows,
     "reference": reference,
 }

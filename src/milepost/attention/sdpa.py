@@ -7,10 +7,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from milepost.positions import Positions
-from milepost.terms import DistanceBias, Terms
+from milepost.terms import DistanceBias, PairBias, Terms
 
 CHUNK = 1024
 """Queries handled at a time by the Hankel view, so that keys later than the chunk are skipped."""
+
+PAIR_NUMBERS = 1 << 21
+"""The largest mask, in numbers, that a bias of two positions is written out to; beyond it tiles are faster."""
 
 LOG_KEYS = 21.0
 """At least ln K for any K below a billion; a constant, so that one traced graph serves all lengths."""
@@ -36,6 +39,10 @@ def refuses(
         return "soft-capped logits"
     if isinstance(terms.bias, DistanceBias) and terms.bias.table.requires_grad and torch.is_grad_enabled():
         return "a learned distance table: autograd through the strided view costs one graph and one L x L per length"
+    if isinstance(terms.bias, PairBias) and dropout == 0 and not torch.compiler.is_compiling():
+        numbers = q.shape[1] * q.shape[2] * k.shape[2]
+        if numbers > PAIR_NUMBERS:
+            return f"a bias of two positions would become a mask of {numbers * 4 >> 20} MiB"
     by_intervals = positions.slot_distance and isinstance(positions.query_start, int) and dropout == 0
     by_distance = terms.bias is None or isinstance(terms.bias, DistanceBias)
     if by_intervals and by_distance and not positions.plain() and positions.num_queries != 1:

@@ -260,6 +260,12 @@ def test_pe_14_an_override_without_the_base_is_mended_from_the_checkpoint() -> N
     assert "theta-lost" not in diagnose(json.dumps(report.corrected), checkpoint=case["input"]["checkpoint"]).rules()
 
 
+def test_json_on_the_command_line_is_an_override_or_a_bare_block() -> None:
+    assert diagnose(json.dumps({"rope_parameters": YARN})).kind == "override"
+    bare = diagnose(json.dumps({**YARN, "factor": "4"}))
+    assert bare.kind == "parameters" and errors(bare) == ["not-a-number"]
+
+
 def test_pe_36_classes_that_ignore_the_partial_factor_are_named() -> None:
     report = diagnose({**GOOD, "partial_rotary_factor": REPORTS["PE-36"]["input"]["partial_rotary_factor"]})
     assert errors(report) == ["partial-ignored"]

@@ -59,7 +59,10 @@ def read(source: Any, kind: Kind | None = None) -> Document:
     if hasattr(source, "to_dict"):
         return Document(label=type(source).__name__, kind=kind or "config", data=plain(source.to_dict()))
     if isinstance(source, str) and source.lstrip()[:1] in ("{", "["):
-        return _from_text(source, "override", kind or "override")
+        document = _from_text(source, "override", kind)
+        if kind is None and document.kind == "config":
+            document.kind = "override"
+        return document
     if not isinstance(source, (str, Path)):
         raise SourceError(f"cannot read {type(source).__name__}: give a path, JSON, a mapping, a config or a model")
     return _from_path(Path(source), str(source), kind)

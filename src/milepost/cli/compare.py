@@ -72,7 +72,7 @@ def _print(outcome: Any) -> None:
     from milepost.report import tables
 
     console = Console(highlight=False)
-    width = console.width if console.is_terminal else 120
+    width = console.width if console.is_terminal else 132
     if not console.is_terminal:
         console = Console(highlight=False, width=width)
     for table in tables(outcome.results):

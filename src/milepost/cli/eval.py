@@ -171,7 +171,7 @@ def _report(results: dict[str, Any], out: Path | None, json_: bool) -> None:
         typer.echo(json.dumps(results, indent=1))
         return
     console = Console(highlight=False)
-    width = console.width if console.is_terminal else 120
+    width = console.width if console.is_terminal else 132
     if not console.is_terminal:
         console = Console(highlight=False, width=width)
     for table in made:

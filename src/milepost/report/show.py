@@ -49,9 +49,7 @@ def bias_curves(encoding: Encoding, geometry: Geometry, *, length: int) -> dict[
         return _curves(encoding, geometry, int(trained))
 
 
-def _curves(
-    encoding: Encoding, geometry: Geometry, length: int, tokens: Tensor | None = None
-) -> dict[str, Any] | None:
+def _curves(encoding: Encoding, geometry: Geometry, length: int, tokens: Tensor | None = None) -> dict[str, Any] | None:
     """As `bias_curves`; with `tokens`, the rotations of encodings that read them too."""
     positions = Positions.full(length, queries=1, trained_length=geometry.get("trained_length"))
     distances = distances_up_to(length)

@@ -201,9 +201,9 @@ def _perplexity_table(results: Mapping[str, Any], measure: str) -> Table:
     several = any(len(row["seeds"]) > 1 for row in summary["methods"])
     columns = [
         Column("method", left=True),
-        Column("parameters"),
+        Column("params"),
         *(Column(_length(length), "trained" if inside[length] else "longer") for length in lengths),
-        *([Column("tokens/s")] if speed else []),
+        *([Column("tok/s")] if speed else []),
     ]
     rows = []
     for row in summary["methods"]:
@@ -228,8 +228,7 @@ def _perplexity_table(results: Mapping[str, Any], measure: str) -> Table:
     refusal = "; – the encoding refuses that length" if len(cells) < len(rows) * len(lengths) else ""
     caption = (
         f"{table['targets']:,} targets at every length, each counted once; ± {spread}; * best of a column; "
-        f""
-        f"sorted by the longest length; tokens/s of training{refusal}."
+        f"sorted by the longest length{'; tokens/s of training' if speed else ''}{refusal}."
     )
     return Table(
         MEASURE_TITLES.get(measure, measure), tuple(columns), tuple(rows), caption, name=f"perplexity-{measure}"
@@ -260,10 +259,14 @@ def _passkey_table(results: Mapping[str, Any]) -> Table:
         rows.append(tuple(line))
     caption = (
         f"Share of exact answers (of right digits, in brackets) among {passkey['prompts']} prompts a length and seed, "
-        f"depths spread evenly; trained on prompts of up to {passkey['train_length']} tokens; chance "
+        f"depths spread evenly; {passkey.get('about') or _trained_on(passkey)}; chance "
         f"{_chance(passkey['chance_exact'])} exact, {passkey['chance_token']:g} a digit."
     )
     return Table("Passkey retrieval", columns, tuple(rows), caption, name="passkey")
+
+
+def _trained_on(passkey: Mapping[str, Any]) -> str:
+    return f"trained on prompts of up to {passkey['train_length']} tokens"
 
 
 def _pairs_table(results: Mapping[str, Any]) -> Table:

@@ -38,7 +38,7 @@ def corpus() -> Any:
 
 
 class Counting(nn.Module):
-    """Gives a target with c tokens before it in the window the loss log(1 + c), whatever the text; the last: log 258."""
+    """Gives a target with c tokens before it in the window the loss log(1 + c), whatever the text; the last log 258."""
 
     def __init__(self) -> None:
         super().__init__()

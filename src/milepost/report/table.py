@@ -228,7 +228,7 @@ def _perplexity_table(results: Mapping[str, Any], measure: str) -> Table:
     refusal = "; – the encoding refuses that length" if len(cells) < len(rows) * len(lengths) else ""
     caption = (
         f"{table['targets']:,} targets at every length, each counted once; ± {spread}; * best of a column; "
-        f"sorted by the longest length{'; tokens/s of training' if speed else ''}{refusal}."
+        f"sorted by the longest length{'; tok/s: tokens of training a second' if speed else ''}{refusal}."
     )
     return Table(
         MEASURE_TITLES.get(measure, measure), tuple(columns), tuple(rows), caption, name=f"perplexity-{measure}"

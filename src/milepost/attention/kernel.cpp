@@ -986,37 +986,49 @@ INLINE void rotate_interleaved(T *to, const T *x, const float *cos, const float 
     }
 }
 
+// `count` rows from (head, row) on, one `along` after the other: the step of a view from a row to the next.
 template <class T>
-void rotate_rows(const Turn &t, int64_t batch, int64_t head, int64_t row, int64_t end) {
-    for (; row < end; row++) {
-        const T *x = (const T *)t.x.data + place(t.x, batch, head, row);
-        T *to = (T *)t.out.data + place(t.out, batch, head, row);
-        const float *cos = (const float *)t.cos.data + place(t.cos, batch, head, row);
-        const float *sin = (const float *)t.sin.data + place(t.sin, batch, head, row);
-        if (t.interleaved)
-            rotate_interleaved<T>(to, x, cos, sin, t.pairs);
+void rotate_rows(const Turn &t, int64_t batch, int64_t head, int64_t row, int64_t count, int64_t View::*along) {
+    const T *x = (const T *)t.x.data + place(t.x, batch, head, row);
+    T *to = (T *)t.out.data + place(t.out, batch, head, row);
+    const float *cos = (const float *)t.cos.data + place(t.cos, batch, head, row);
+    const float *sin = (const float *)t.sin.data + place(t.sin, batch, head, row);
+    const int64_t x_step = t.x.*along, to_step = t.out.*along, cos_step = t.cos.*along, sin_step = t.sin.*along;
+    const int64_t pairs = t.pairs, size = t.size;
+    const float rest = (float)t.rest;
+    const bool interleaved = t.interleaved;
+    for (; count > 0; count--) {
+        if (interleaved)
+            rotate_interleaved<T>(to, x, cos, sin, pairs);
         else
-            rotate_half<T>(to, x, cos, sin, t.pairs);
-        const float rest = (float)t.rest;
-        if (rest != 1.0f)
-            for (int64_t d = 2 * t.pairs; d < t.size; d++) put(to + d, one(x[d]) * rest);
-        else if (to != x)
-            for (int64_t d = 2 * t.pairs; d < t.size; d++) to[d] = x[d];
+            rotate_half<T>(to, x, cos, sin, pairs);
+        if (2 * pairs < size) {
+            if (rest != 1.0f)
+                for (int64_t d = 2 * pairs; d < size; d++) put(to + d, one(x[d]) * rest);
+            else if (to != x)
+                for (int64_t d = 2 * pairs; d < size; d++) to[d] = x[d];
+        }
+        x += x_step, to += to_step, cos += cos_step, sin += sin_step;
     }
+}
+
+template <class T>
+void rotate_block(const Turn &t, int64_t batch, int64_t row, int64_t end) {
+    // In the order of memory: heads of a row, or rows of a head.
+    if (t.x.head < t.x.row)
+        for (; row < end; row++) rotate_rows<T>(t, batch, 0, row, t.heads, &View::head);
+    else
+        for (int64_t head = 0; head < t.heads; head++) rotate_rows<T>(t, batch, head, row, end - row, &View::row);
 }
 
 void rotate(Shared *shared, int64_t task, char *) {
     const Turn &t = *shared->turn;
     const int64_t blocks = (t.length + TURN_ROWS - 1) / TURN_ROWS;
     const int64_t batch = task / blocks, row = task % blocks * TURN_ROWS, end = least(t.length, row + TURN_ROWS);
-    // In the order of memory: heads of a row, or rows of a head.
-    const int64_t step = t.x.head < t.x.row ? 1 : end - row;
-    for (int64_t from = row; from < end; from += step)
-        for (int64_t head = 0; head < t.heads; head++)
-            if (t.dtype == FLOAT32)
-                rotate_rows<float>(t, batch, head, from, from + step);
-            else
-                rotate_rows<uint16_t>(t, batch, head, from, from + step);
+    if (t.dtype == FLOAT32)
+        rotate_block<float>(t, batch, row, end);
+    else
+        rotate_block<uint16_t>(t, batch, row, end);
 }
 
 }  // namespace

@@ -10,12 +10,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from milepost.attention import blocked, native, pairs, reference, rows, sdpa
+from milepost.attention import blocked, flex, native, pairs, reference, rows, sdpa
 from milepost.positions import Positions
 from milepost.terms import Terms
 
 _MODULES: dict[str, ModuleType] = {
     "native": native,
+    "flex": flex,
     "sdpa": sdpa,
     "blocked": blocked,
     "pairs": pairs,
@@ -115,7 +116,7 @@ def explain(
     reasons: dict[str, str] = {}
     chosen = ""
     for name in BACKENDS:
-        refusal = backend(name).refuses(q, k, v, positions, terms, dropout=dropout, softcap=softcap)
+        refusal = _passed_over(backend(name), q, k, v, positions, terms, dropout, softcap)
         if refusal is None and not chosen:
             chosen = name
             reasons[name] = "chosen"
@@ -142,9 +143,26 @@ def _choose(
         return module
     for candidate in BACKENDS:
         module = backend(candidate)
-        if module.refuses(q, k, v, positions, terms, dropout=dropout, softcap=softcap) is None:
+        if _passed_over(module, q, k, v, positions, terms, dropout, softcap) is None:
             return module
     raise AssertionError("the reference never refuses")
+
+
+def _passed_over(
+    module: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions,
+    terms: Terms,
+    dropout: float,
+    softcap: float | None,
+) -> str | None:
+    """Why ``backend="auto"`` does not take this one: it refuses, or it serves only who asks for it by name."""
+    refusal: str | None = module.refuses(q, k, v, positions, terms, dropout=dropout, softcap=softcap)
+    if refusal is None and hasattr(module, "discouraged"):
+        refusal = module.discouraged(q, k, v, positions, terms)
+    return refusal
 
 
 def _transform(

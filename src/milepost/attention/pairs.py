@@ -21,7 +21,7 @@ from milepost.attention import reference, rows
 from milepost.positions import Positions
 from milepost.terms import PairBias, Terms
 
-ROWS, KEYS = 64, 512
+ROWS, KEYS = 64, 256
 """A tile: large enough for the matrix products, small enough that FIRE's hidden layer stays near the core."""
 
 NUMBERS = 1 << 19

@@ -54,6 +54,11 @@ def write_folder(
     return out
 
 
+def said_by_config(frequencies: FrequencyMethod | None, trained: int, target: int, head_dim: int) -> bool:
+    """Whether transformers' config.json can ask for these frequencies."""
+    return "transformers" in _exports(frequencies, trained, target, head_dim)[0]
+
+
 def _exports(
     frequencies: FrequencyMethod | None, trained: int, target: int, head_dim: int
 ) -> tuple[dict[str, Export], dict[str, str]]:

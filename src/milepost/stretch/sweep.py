@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from milepost.compare.summary import summarise
+from milepost.encodings.frequencies import FrequencyMethod
 from milepost.extend.attach import attach
 from milepost.stretch import models
-from milepost.stretch.folder import write_folder
+from milepost.stretch.folder import said_by_config, write_folder
 from milepost.stretch.plan import Method, frequency_method, plan, resolve_target
 from milepost.stretch.settings import Settings
 from milepost.stretch.usable import UsableLength, judge
@@ -111,10 +113,7 @@ def stretch(
         ]
         data = corpus.describe()
         results = assemble(settings, runs, failures, data, trained, target, command, time.perf_counter() - began)
-        folder = None
-        if results["ready"] is not None:
-            chosen = next(run for run in runs if run["method"] == results["ready"])
-            folder = _ready(directory, settings, model, tokenizer, chosen, results)
+        folder = _ready(directory, settings, model, tokenizer, runs, results)
         write_report(directory.path, results)
     return Outcome(directory.path, results, folder)
 
@@ -185,7 +184,6 @@ def assemble(
         summary["passkey"]["about"] = "asked of the model as it is"
     usable = {str(run["method"]): _usable(run, runs, settings, trained) for run in runs}
     ranking = _ranking(summary, target)
-    ready = next((row["method"] for row in ranking if row["method"] != "untouched"), None)
     results = {
         "schema": SCHEMA,
         "settings": {**settings.to_dict(), "methods": labels, "train_length": trained, "target_length": target},
@@ -197,7 +195,7 @@ def assemble(
         "switch": _switch(runs, trained),
         "runs": list(runs),
         "failures": list(failures),
-        "ready": ready,
+        "ready": None,
         "verdict": _verdict(usable, ranking, trained, target, settings),
         "timing": {"seconds": seconds, "command": command},
     }
@@ -289,47 +287,71 @@ def _verdict(
 
 
 def _ready(
-    directory: SweepDirectory, settings: Settings, model: Any, tokenizer: Any, run: Mapping[str, Any],
-    results: Mapping[str, Any],
-) -> Path:  # fmt: skip
-    """The folder of the best method, from the tuned weights where there are some."""
-    method = Method.from_dict(run["plan"])
+    directory: SweepDirectory,
+    settings: Settings,
+    model: Any,
+    tokenizer: Any,
+    runs: Sequence[Mapping[str, Any]],
+    results: dict[str, Any],
+) -> Path | None:
+    """The folder of the best method that a config.json can say (of the best at all where none can)."""
     trained, target = results["settings"]["train_length"], results["settings"]["target_length"]
-    source = Path(models.model_path(settings.model))
-    temporary = directory.path / ".source"
-    folders = (path.parent for path in (directory.path / "runs").glob("*/model"))
-    named = {json.loads((path / "result.json").read_text("utf-8"))["method"]: path / "model" for path in folders}
-    tuned = named.get(run["method"])
-    if tuned is not None:
-        source = tuned
-        tokenizer.save_pretrained(source)
-    elif not (source / "config.json").exists():
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        source = temporary
-    with attach(model, method.spec or "own", trained_length=trained, **method.options) as attachment:
-        frequencies = frequency_method(attachment)
-        rotary = [r for r in attachment.rotations.values() if r.method is not None]
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     types = getattr(config, "layer_types", None) or []
-    nested = "full_attention" if len(set(types)) > 1 and rotary else None
-    folder = write_folder(
-        directory.path / "model",
-        source,
-        method,
-        frequencies,
-        trained=trained,
-        target=target,
-        head_dim=head_dim,
-        measured=results["verdict"],
-        layer_type=nested,
-    )
-    if temporary.exists():
-        import shutil
+    by_name = {str(run["method"]): run for run in runs if run["plan"]["spec"] is not None}
+    ranked = [by_name[row["method"]] for row in results["ranking"] if row["method"] in by_name]
+    if not ranked:
+        return None
+    found: dict[str, FrequencyMethod | None] = {}
+    for run in ranked:
+        method = Method.from_dict(run["plan"])
+        with attach(model, method.spec or "own", trained_length=trained, **method.options) as attachment:
+            found[run["method"]] = frequency_method(attachment)
+    sayable = [run for run in ranked if said_by_config(found[run["method"]], trained, target, head_dim)]
+    chosen = (sayable or ranked)[0]
+    results["ready"] = chosen["method"]
+    measured = results["verdict"]
+    if chosen is not ranked[0]:
+        measured += (
+            f" The best method, {ranked[0]['method']}, is more than a config.json can say; this folder holds "
+            f"{chosen['method']}, the best that one can."
+        )
+    temporary = directory.path / ".source"
+    source = _weights(directory, settings, model, tokenizer, chosen, temporary)
+    try:
+        return write_folder(
+            directory.path / "model",
+            source,
+            Method.from_dict(chosen["plan"]),
+            found[chosen["method"]],
+            trained=trained,
+            target=target,
+            head_dim=head_dim,
+            measured=measured,
+            layer_type="full_attention" if len(set(types)) > 1 else None,
+        )
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
-        shutil.rmtree(temporary)
-    return folder
+
+def _weights(
+    directory: SweepDirectory, settings: Settings, model: Any, tokenizer: Any, run: Mapping[str, Any], temporary: Path
+) -> Path:
+    """A folder with the weights that were measured: the tuned ones, the model's own, or a converted copy of a GGUF."""
+    folders = (path.parent for path in (directory.path / "runs").glob("*/model"))
+    named = {json.loads((path / "result.json").read_text("utf-8"))["method"]: path / "model" for path in folders}
+    own = Path(models.model_path(settings.model))
+    tuned = named.get(run["method"])
+    if tuned is None and (own / "config.json").exists():
+        return own
+    shutil.rmtree(temporary, ignore_errors=True)
+    if tuned is not None:
+        shutil.copytree(tuned, temporary)
+    else:
+        model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    return temporary
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> None:

@@ -88,12 +88,7 @@ def _switch(results: Mapping[str, Any]) -> Table:
     at, beyond = first["at"], first["beyond"]
     columns = (
         Column("method", left=True),
-        Column(f"untouched at {at}"),
-        Column(f"method at {at}"),
-        Column(f"its dynamic form at {at}"),
-        Column(f"untouched at {beyond}"),
-        Column(f"method at {beyond}"),
-        Column(f"its dynamic form at {beyond}"),
+        *(Column(title, f"at {length}") for length in (at, beyond) for title in ("untouched", "static", "dynamic")),
     )
 
     def cell(value: float | None) -> Cell:

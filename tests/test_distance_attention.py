@@ -432,7 +432,7 @@ def test_shapes_that_do_not_fit(change, message: str) -> None:
 
 
 def test_an_unknown_implementation() -> None:
-    with pytest.raises(ValueError, match="choose 'auto', 'native' or 'torch'"):
+    with pytest.raises(ValueError, match="choose 'auto', 'native', 'triton' or 'torch'"):
         run(make(3, 3), "fast")
 
 

@@ -10,12 +10,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from milepost.attention import blocked, flex, native, pairs, reference, rows, sdpa
+from milepost.attention import blocked, flex, fused, native, pairs, reference, rows, sdpa
 from milepost.positions import Positions
 from milepost.terms import Terms
 
 _MODULES: dict[str, ModuleType] = {
     "native": native,
+    "triton": fused,
     "flex": flex,
     "sdpa": sdpa,
     "blocked": blocked,

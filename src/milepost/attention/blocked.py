@@ -6,6 +6,8 @@ device and dtype, and the compiled kernel that `library.py` loads, on a CPU wher
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -194,7 +196,7 @@ def distance_attention(
     key_bound: (B or 1, Hkv), a number that no |k| exceeds, where the caller keeps one: a cache that takes the running
     maximum as keys arrive spares a decoding step from reading keys that it then leaves out.
 
-    implementation: "auto" (the compiled kernel where it can run, else torch), "native" or "torch".
+    implementation: "auto" (the compiled kernel where it can run, else torch), "native", "triton" or "torch".
 
     Raises ValueError for shapes that do not fit, and where an interval reaches a distance outside the table.
     """
@@ -222,8 +224,9 @@ def _distance_attention(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     check(q, k, v, table, lo, hi)
-    run = library.forward if use_native(implementation, q, k, v, table) else tiles.forward
-    return run(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound)
+    return implementing(implementation, q, k, v, table).forward(
+        q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound
+    )
 
 
 @_distance_attention.register_fake
@@ -253,7 +256,7 @@ def _distance_attention_backward(
     implementation: str,
     table_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    run = library.backward if use_native(implementation, q, k, v, table) else tiles.backward
+    run = implementing(implementation, q, k, v, table).backward
     arguments = (grad_out, grad_lse, q, k, v, table, lo, hi, out, lse, first, offset, scale, skip_eps, key_bound)
     return run(*arguments, table_grad=table_grad)
 
@@ -313,11 +316,20 @@ def _autograd(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
 _distance_attention.register_autograd(_autograd, setup_context=_setup_context)
 
 
+def implementing(implementation: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> ModuleType:
+    """The module whose `forward` and `backward` the operator runs."""
+    if implementation == "triton":
+        from milepost.attention import triton_kernel  # imports triton
+
+        return triton_kernel
+    return library if use_native(implementation, q, k, v, table) else tiles
+
+
 def use_native(implementation: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> bool:
     if implementation == "torch":
         return False
     if implementation not in ("auto", "native"):
-        raise ValueError(f"implementation={implementation!r}: choose 'auto', 'native' or 'torch'")
+        raise ValueError(f"implementation={implementation!r}: choose 'auto', 'native', 'triton' or 'torch'")
     reason = library.cannot(q, k, v, table)
     if reason is not None and implementation == "native":
         raise RuntimeError(f"the compiled attention kernel cannot run here: {reason}; use implementation='auto'")

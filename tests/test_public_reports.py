@@ -32,7 +32,8 @@ def test_PE_16_dynamic_ntk_decodes_as_one_full_pass() -> None:
     report = REPORTS["PE-16"]
     prefill, end = report["input"]["prefill"], report["input"]["decode_to"]
     model = tiny("llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=2, num_key_value_heads=2,
-                 max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})  # fmt: skip
+                 max_position_embeddings=64,
+                 rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})  # fmt: skip
     ids = torch.randint(3, 64, (1, prefill), generator=torch.Generator().manual_seed(0))
     with attach(model, "own"):
         out = model.generate(ids, max_new_tokens=end - prefill, min_new_tokens=end - prefill, do_sample=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from milepost.compare import recipes
 from milepost.compare.settings import Settings
 from milepost.encoding import Encoding, PerLayer, Sum
 from milepost.sweep import Reporter, canonical_json, write_atomically
@@ -79,16 +81,16 @@ def model_config(settings: Settings, method: str, *, vocab_size: int, passkey: b
         num_kv_heads=None if passkey or not settings.kv_heads else settings.kv_heads,
         dropout=0.0 if passkey else settings.dropout,
         trained_length=settings.passkey_train_length if passkey else settings.train_length,
-        encoding=method,
+        encoding=recipes.split(method)[0],
         initializer_range=settings.passkey_init_std if passkey else settings.init_std,
     )
 
 
-def train_config(settings: Settings, *, seed: int, log_to: str = "none") -> Any:
+def train_config(settings: Settings, *, seed: int, recipe: str | None = None, log_to: str = "none") -> Any:
     """How the language model is trained."""
     from milepost.train import TrainConfig
 
-    return TrainConfig(
+    config = TrainConfig(
         steps=settings.steps,
         length=settings.train_length,
         batch_size=settings.batch_size,
@@ -104,6 +106,7 @@ def train_config(settings: Settings, *, seed: int, log_to: str = "none") -> Any:
         checkpoint_every=settings.checkpoint_every if settings.checkpoint_every < settings.steps else 0,
         log_to=log_to,  # type: ignore[arg-type]  # checked by TrainConfig
     )
+    return dataclasses.replace(config, **recipes.lengths(settings, recipe))
 
 
 def _language_model(settings: Settings, method: str, seed: int, work: Path, share: _Shares) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def _language_model(settings: Settings, method: str, seed: int, work: Path, shar
     from milepost.train import train
 
     corpus = load_data(settings)
-    config = train_config(settings, seed=seed)
+    config = train_config(settings, seed=seed, recipe=recipes.split(method)[1])
     geometry = model_config(settings, method, vocab_size=corpus.vocab_size)
     progress = share.training("train", "training")
     trained = train(geometry, config, corpus, work / "language", progress=progress)

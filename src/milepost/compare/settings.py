@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from milepost.compare import recipes
 from milepost.data import PasskeyTask
 from milepost.encoding import catalogue, find, from_spec, parse_spec
 from milepost.evaluate import MEASURES
@@ -39,7 +40,8 @@ class Settings:
 
     methods: tuple[str, ...] = _option(
         ("mep", "mep-parameterized", "alibi", "rope", "sinusoidal", CONTROL),
-        "encodings, separated by commas; options after a colon (alibi:slope_scale=2); all-trainable: the catalogue",
+        "encodings, separated by commas; options after a colon (alibi:slope_scale=2), a recipe "
+        "after @ (rope@curriculum); all-trainable: the catalogue",
     )
     train_length: int = _option(128, "tokens of a training window")
     test_lengths: tuple[int, ...] = _option((128, 256, 512, 1024, 2048, 4096), "128,512 or 128..4096 (doubling)")
@@ -216,7 +218,9 @@ class Settings:
         problems = []
         for method in self.methods:
             try:
-                for part in method.replace("/", "+").split("+"):
+                encoding, recipe = recipes.split(method)
+                recipes.lengths(self, recipe)
+                for part in encoding.replace("/", "+").split("+"):
                     entry = find(parse_spec(part)[0])
                     if not entry.trainable:
                         problems.append(
@@ -224,9 +228,9 @@ class Settings:
                         )
                         break
                 else:
-                    from_spec(method, self.geometry())
+                    from_spec(encoding, self.geometry())
                     if self.passkey:
-                        from_spec(method, self.geometry(passkey=True))
+                        from_spec(encoding, self.geometry(passkey=True))
             except (ValueError, TypeError) as error:
                 problems.append(f"method {method!r}: {error}")
         return problems

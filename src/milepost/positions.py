@@ -270,7 +270,7 @@ class Positions:
         return self.query[:, :, None] - self.key[:, None, :]
 
     def token_distance(self, *, chunk: int | None = None) -> Tensor:
-        """``(1|B, Q, K)`` int64: distance in tokens, whatever a map made of the positions; in chunks where one is given.
+        """``(1|B, Q, K)`` int64: distance in tokens whatever a map made of the positions; in chunks where one is given.
 
         The distance of slots, less the padding between them where a mask has holes.
         """

@@ -457,8 +457,8 @@ def picture_of(entry: Info) -> bytes:
     return small_png(image)
 
 
-def small_png(image: Any) -> bytes:
-    """A picture with as many colours as fit into `LARGEST_PICTURE`."""
+def small_png(image: Any, largest: int = LARGEST_PICTURE) -> bytes:
+    """A picture with as many colours as fit into `largest` bytes."""
     import io
 
     from PIL import Image
@@ -467,7 +467,7 @@ def small_png(image: Any) -> bytes:
         out = io.BytesIO()
         palette = image.quantize(colors, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         palette.save(out, "png", optimize=True)
-        if out.tell() <= LARGEST_PICTURE:
+        if out.tell() <= largest:
             break
     return out.getvalue()
 
@@ -501,13 +501,13 @@ def take_demo(folder: Path) -> None:
     drawn = Image.open(folder / "perplexity.png").convert("RGB")
     width = 1100
     drawn = drawn.resize((width, round(drawn.height * width / drawn.width)), Image.Resampling.LANCZOS)
-    (DOCS / "pictures" / "demo-perplexity.png").write_bytes(small_png(drawn))
+    (DOCS / "pictures" / "demo-perplexity.png").write_bytes(small_png(drawn, 60_000))
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     shown = []
     for made in tables(results):
         if made.name in ("perplexity-windows", "passkey"):
             out = io.StringIO()
-            console = Console(file=out, width=120, highlight=False)
+            console = Console(file=out, width=160, highlight=False)  # a table may be a little wider than asked
             console.print(made.to_rich(120))
             shown.append("\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines()))
     text = "\n…\n".join(shown) + "\n…\nreport: demo/report.html"

@@ -13,8 +13,8 @@ namespace milepost {
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { TILE = 64 };         // keys in one packed tile
-enum { BLOCK = 128 };       // keys handled between two updates of the running maximum
-enum { FORWARD_ROWS = 192 };   // stacked query rows of one forward task
+enum { BLOCK = 256 };       // keys handled between two updates of the running maximum
+enum { FORWARD_ROWS = 384 };   // stacked query rows of one forward task
 enum { BACKWARD_ROWS = 96 };   // query rows packed at a time in the backward pass
 enum { PAD = FORWARD_ROWS + 2 * BLOCK + 64 };  // room around a line, so that whole tiles may be loaded
 enum { TURN_ROWS = 64 };    // rows of every head that one task rotates, so that their angles stay close
@@ -96,6 +96,7 @@ typedef int32_t Int __attribute__((vector_size(W * 4)));
 typedef float Loose __attribute__((vector_size(W * 4), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline))  // inner loops of their own, so that they get all registers
 #define UNROLL _Pragma("GCC unroll 16")
 
 const float LOG2E = 1.44269504088896340736f;
@@ -251,7 +252,7 @@ INLINE void transpose(Vec (&rows)[W]) {
 }
 
 // Up to TILE rows from `row` on, transposed to (size, TILE), times `scale`; zeros where there is no row.
-void pack_transposed(float *to, const View &view, int64_t batch, int64_t head, int64_t row, int64_t count, int64_t dtype,
+APART void pack_transposed(float *to, const View &view, int64_t batch, int64_t head, int64_t row, int64_t count, int64_t dtype,
                      int64_t size, float scale) {
     const int64_t from = place(view, batch, head, row);
     for (int64_t d = 0; d < size; d += W) {
@@ -279,7 +280,7 @@ void pack_transposed(float *to, const View &view, int64_t batch, int64_t head, i
     }
 }
 
-void pack_rows(float *to, const View &view, int64_t batch, int64_t head, int64_t row, int64_t count, int64_t dtype,
+APART void pack_rows(float *to, const View &view, int64_t batch, int64_t head, int64_t row, int64_t count, int64_t dtype,
                int64_t size, int64_t padded, float scale) {
     const int64_t from = place(view, batch, head, row);
     for (int64_t i = 0; i < count; i++)
@@ -331,7 +332,7 @@ INLINE void update_columns(float *c, int64_t c_step, const float *by, const floa
 }
 
 template <int ROWS>
-void update(float *c, int64_t c_step, int64_t width, const float *by, const float *a, int64_t row_step, int64_t step,
+APART void update(float *c, int64_t c_step, int64_t width, const float *by, const float *a, int64_t row_step, int64_t step,
             const float *b, int64_t b_step, int64_t terms) {
     int64_t at = 0, left = width / W;
     while (left > 0) {
@@ -494,7 +495,7 @@ int64_t forward_scratch(const Shared *s) {
 }
 
 template <int ROWS>
-void forward_tile(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, float *to) {
+APART void forward_tile(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, float *to) {
     const bool whole = sees_all(rows, ROWS, key, key + TILE);
     for (int64_t j = 0; j < TILE; j += NV * W) {
         Vec acc[ROWS][NV];
@@ -505,7 +506,7 @@ void forward_tile(const Shared *s, const Row *rows, const float *q, const float 
 }
 
 // The same straight from the keys' own rows: for few rows, which would not repay a packed copy.
-void forward_dots(const Shared *s, const Row *rows, int64_t count, const float *q, const float *keys, int64_t key_step,
+APART void forward_dots(const Shared *s, const Row *rows, int64_t count, const float *q, const float *keys, int64_t key_step,
                   int64_t key, int64_t from, int64_t end, float *to) {
     const int64_t size = s->call.size;
     const float scale = (float)s->call.scale * LOG2E;
@@ -533,7 +534,7 @@ void forward_dots(const Shared *s, const Row *rows, int64_t count, const float *
 
 // Logits of a strip to weights relative to new maxima; `factor`: what the sums so far must be multiplied with.
 template <int ROWS>
-void weigh(Row *rows, float *sums, float *logit, int64_t count, float *factor) {
+APART void weigh(Row *rows, float *sums, float *logit, int64_t count, float *factor) {
     Vec tops[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) tops[r] = load(logit + r * BLOCK);
     for (int64_t j = W; j < count; j += W)
@@ -727,7 +728,7 @@ int64_t backward_scratch(const Shared *s) {
 }
 
 template <int ROWS>
-void backward_weights(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, float *to) {
+APART void backward_weights(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, float *to) {
     const bool whole = sees_all(rows, ROWS, key, key + TILE);
     for (int64_t j = 0; j < TILE; j += NV * W) {
         Vec acc[ROWS][NV];
@@ -738,7 +739,7 @@ void backward_weights(const Shared *s, const Row *rows, const float *q, const fl
 }
 
 template <int ROWS>
-void backward_logits(const Shared *s, const Row *rows, const float *grad, const float *values, int64_t key,
+APART void backward_logits(const Shared *s, const Row *rows, const float *grad, const float *values, int64_t key,
                      const float *weight, float *to, float *table) {
     for (int64_t j = 0; j < TILE; j += NV * W) {
         Vec acc[ROWS][NV];
@@ -988,7 +989,7 @@ INLINE void rotate_interleaved(T *to, const T *x, const float *cos, const float 
 
 // `count` rows from (head, row) on, one `along` after the other: the step of a view from a row to the next.
 template <class T>
-void rotate_rows(const Turn &t, int64_t batch, int64_t head, int64_t row, int64_t count, int64_t View::*along) {
+APART void rotate_rows(const Turn &t, int64_t batch, int64_t head, int64_t row, int64_t count, int64_t View::*along) {
     const T *x = (const T *)t.x.data + place(t.x, batch, head, row);
     T *to = (T *)t.out.data + place(t.out, batch, head, row);
     const float *cos = (const float *)t.cos.data + place(t.cos, batch, head, row);

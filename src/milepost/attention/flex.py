@@ -50,6 +50,8 @@ def refuses(
     if q.device.type == "cpu":
         if q.dtype != torch.float32:
             return f"on a CPU it is for float32; q is {q.dtype}"
+        if torch.compiler.is_compiling():
+            return "torch's compiler for CPUs does not take a mask or table that the same graph computes"
         if torch.is_grad_enabled() and any(t.requires_grad for t in _inputs(q, k, v, terms)):
             return "FlexAttention has no backward pass on a CPU"
         return None
@@ -64,6 +66,8 @@ def discouraged(q: Tensor, k: Tensor, v: Tensor, positions: Positions, terms: Te
     """Why ``backend="auto"`` should not take it, though it would serve."""
     if q.device.type == "cpu":
         return "on a CPU FlexAttention holds all logits at once: only by name, for inference"
+    if torch.compiler.is_compiling():
+        return "inside a graph that is being compiled it is not proven: only by name"
     if isinstance(terms.bias, PairBias):
         return "a bias of two positions may hold matrix products, which a fused kernel cannot take: only by name"
     if terms.bias is None and positions.plain():

@@ -252,7 +252,7 @@ def _length_axis(axes: Axes, lengths: Sequence[int], trained: int, ticks: Sequen
         low, high = low / 2, high * 2
     margin = (high / low) ** 0.025
     axes.set_xlim(low / margin, high * margin)
-    shown = list(ticks if ticks is not None else lengths)
+    shown = _apart(ticks if ticks is not None else lengths, trained, (high / low) ** 0.06)
     while len(shown) > 9:
         shown = shown[::2]
     axes.set_xticks(shown, [short(length) for length in shown])
@@ -265,6 +265,15 @@ def _length_axis(axes: Axes, lengths: Sequence[int], trained: int, ticks: Sequen
         xytext=(-4 if left else 4, 3), textcoords="offset points", fontsize=8.5, alpha=0.85,
         ha="right" if left else "left", va="bottom",
     )  # fmt: skip
+
+
+def _apart(lengths: Sequence[int], trained: int, ratio: float) -> list[int]:
+    """The lengths whose labels have room, the trained one first."""
+    shown: list[int] = []
+    for length in sorted(lengths, key=lambda length: (length != trained, length)):
+        if all(max(length, other) >= ratio * min(length, other) for other in shown):
+            shown.append(length)
+    return sorted(shown)
 
 
 def _line(
@@ -317,5 +326,6 @@ def _label_ends(
         axes.annotate(
             method, (float(end[0]), float(end[1])), xycoords="axes fraction", xytext=(1.045, place),
             textcoords="axes fraction", fontsize=size, color=color, va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "alpha": 0.7, "shrinkA": 1, "shrinkB": 3},
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "alpha": 0.7, "shrinkA": 1, "shrinkB": 3,
+                        "relpos": (0.0, 0.5)},
         )  # fmt: skip

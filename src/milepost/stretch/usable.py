@@ -82,7 +82,7 @@ def judge(
 ) -> UsableLength:
     """`usable_length` of measurements that exist already; ``reference``: the perplexity that margin is counted from."""
     base = perplexity[trained] if reference is None else reference
-    usable, reason = 0, "every measured length is"
+    usable, reason = 0, "no measured length fails"
     for length in sorted(perplexity):
         if length > trained and perplexity[length] > base * (1 + margin):
             reason = (

@@ -58,8 +58,8 @@ def main() -> None:
     lines = [
         f"# Terms for {LENGTH} positions",
         "",
-        f"`python -m benchmarks.terms`, {date.today().isoformat()}, {platform.machine()}, torch {torch.__version__}, one "
-        "thread, process CPU time, median of 20 calls in evaluation mode, 12 heads of 64.",
+        f"`python -m benchmarks.terms`, {date.today().isoformat()}, {platform.machine()}, torch {torch.__version__}, "
+        "one thread, process CPU time, median of 20 calls in evaluation mode, 12 heads of 64.",
         "",
         "| encoding | ms | bias |",
         "| --- | --: | --- |",

@@ -562,3 +562,16 @@ def test_check_inv_freq_finds_a_dropped_scaling() -> None:
         check_inv_freq(method, 2 * method.frequencies().inv_freq)
     with pytest.raises(ValueError, match="32 pairs, the method asks for 64"):
         check_inv_freq(method, torch.ones(32))
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e4])
+def test_clex_is_finite_for_every_parameter_a_training_can_reach(size: float) -> None:
+    torch.manual_seed(0)
+    method = Clex(rotary_dim=16, base=10000.0, trained_length=64, max_factor=16.0)
+    with torch.no_grad():
+        for parameter in method.parameters():
+            parameter.normal_(std=size)
+    found = method.frequencies(torch.tensor([64, 200, 1024])).inv_freq
+    assert found.isfinite().all() and (found > 0).all()
+    (found.float() * 1000).cos().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in method.parameters())

@@ -31,6 +31,11 @@ def ntk_path(theta: Tensor, time: Tensor, rotary_dim: int) -> tuple[Tensor, Tens
     return path, path * exponent * 2 / alpha
 
 
+RATE_LIMIT = 1.0
+"""Largest |du/dt|: one more factor e for every unit of stretch. The published equation has no limit, and a step of
+training that leaves the path makes its solution overflow; within the limit both are the same."""
+
+
 class Clex(nn.Module):
     """Frequencies that move continuously with the stretch t, by a small network shared by all layers.
 
@@ -101,12 +106,12 @@ class Clex(nn.Module):
         return max(1, math.ceil((self.max_factor - 1) / self.time_dt - 1e-9))
 
     def rate(self, time: Tensor, u: Tensor) -> Tensor:
-        """du/dt: the learned part of the equation; float64 in and out, the network in float32."""
+        """du/dt: the learned part of the equation, held to RATE_LIMIT; float64 in and out, the network in float32."""
         path, _ = ntk_path(self.ladder.plain(u.device), time, self.rotary_dim)
         with torch.autocast(device_type=u.device.type, enabled=False):
             hidden = (u + 2 * path.log()).float() @ self.up.float()
             hidden = nn.functional.silu(hidden) if self.act == "silu" else hidden.tanh()
-            return (hidden @ self.down.float()).to(torch.float64)
+            return (hidden @ self.down.float()).clamp(-RATE_LIMIT, RATE_LIMIT).to(torch.float64)
 
     def solve(self, time: Tensor) -> Tensor:
         """inv_freq at stretches ``time`` (..., 1) -> (..., P), float64, differentiable in the parameters."""

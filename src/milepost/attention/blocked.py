@@ -229,6 +229,8 @@ def _distance_attention(
     )
 
 
+# Called by torch alone, with the operator's own arguments, whose types the operator's signature states: the
+# registrations from here on have no annotations of their own.
 @_distance_attention.register_fake
 def _(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound, implementation):  # type: ignore[no-untyped-def]
     batch, heads, queries, _ = q.shape

@@ -61,6 +61,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rest: float) -
     return out
 
 
+# Called by torch alone, with the operator's own arguments, whose types the operator's signature states: the
+# registrations from here on have no annotations of their own.
 @_turn.register_fake
 def _(x, cos, sin, interleaved, rest):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)

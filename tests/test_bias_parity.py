@@ -113,3 +113,17 @@ def test_alibi_and_sandwich_are_those_of_attention_gym() -> None:
         wanted = wanted - wanted.diagonal(dim1=1, dim2=2)[:, :1, None]  # theirs is not 0 at distance 0
         found = build(name, num_heads=heads, **options)(positions).bias.dense()[0]
         torch.testing.assert_close(found.masked_fill(~past, 0), wanted.masked_fill(~past, 0), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_t5_bias_is_that_of_torchscale(bidirectional: bool) -> None:
+    reason = "torchscale pins old versions of its other dependencies; install it with --no-deps to run this"
+    module = pytest.importorskip("torchscale.component.relative_position_bias", reason=reason)
+    theirs = module.RelativePositionBias(bidirectional=bidirectional, n_heads=4)
+    ours = build("t5", num_heads=4)
+    with torch.no_grad():
+        ours.kernel.table.copy_(theirs.relative_attention_bias.weight)
+    positions = Positions.full(300, queries=70, causal=not bidirectional)
+    allowed = positions.allowed()[0].expand(4, -1, -1)
+    wanted = theirs.compute_bias(70, 300, step=230)[0]
+    assert torch.equal(ours(positions).bias.dense()[0][allowed], wanted[allowed])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from milepost.encodings.frequencies import Clex, from_config
-from milepost.extend.rope_types import UNREGISTERED, RopeTypes, register_rope_types, rope_type_names
+from milepost.encodings.frequencies import METHODS, Clex, from_config
+from milepost.extend.rope_types import UNREGISTERED, RopeBlockError, RopeTypes, register_rope_types, rope_type_names
 
 transformers = pytest.importorskip("transformers")
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 ORIGINAL = {"original_max_position_embeddings": 16}
+TRAINED = {"original_max_position_embeddings": 64}
 LISTS = {"short_factor": [1.0 + p / 8 for p in range(8)], "long_factor": [2.0 + p for p in range(8)]}
 BOUNDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -43,15 +44,15 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "power": {"exponent": 0.5},
     "hope_cut": ORIGINAL,
     "resonance": {"method": {"rope_type": "linear", "factor": 2.0}},
-    "dynamic_linear": {},
-    "dynamic_ntk": {},
-    "dynamic_by_parts": ORIGINAL,
-    "dynamic_part_ntk": ORIGINAL,
-    "dynamic_yarn": ORIGINAL,
-    "dynamic_llama3": ORIGINAL,
-    "dynamic_power": {"exponent": 0.5},
-    "dynamic_truncated": ORIGINAL,
-    "dynamic_proportional": {"proportion": 0.5},
+    "dynamic_linear": TRAINED,
+    "dynamic_ntk": TRAINED,
+    "dynamic_by_parts": TRAINED,
+    "dynamic_part_ntk": TRAINED,
+    "dynamic_yarn": TRAINED,
+    "dynamic_llama3": TRAINED,
+    "dynamic_power": {"exponent": 0.5, **TRAINED},
+    "dynamic_truncated": TRAINED,
+    "dynamic_proportional": {"proportion": 0.5, **TRAINED},
 }
 BUILT_IN = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
@@ -165,7 +166,7 @@ def test_another_head_width_can_be_named(ours: RopeTypes) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
 
 
-# What transformers' own tests of these functions check, executed against ours (its test file is not in the wheel).
+# What transformers' own tests of these functions check; test_transformers_checkout.py runs those tests themselves.
 
 
 def frequencies(kind: str, length: int | None = None, **block: Any) -> tuple[torch.Tensor, float]:
@@ -239,6 +240,116 @@ def test_their_proportional_checks(ours: RopeTypes) -> None:
         assert bool((inv_freq[kept:] == 0).all())
         halved, _ = frequencies("proportional", partial_rotary_factor=share, factor=2.0)
         torch.testing.assert_close(halved, inv_freq / 2)
+
+
+# How a wrong block fails, and what a growing type does in a model.
+
+EXCLUSIVE = {
+    "factor": {"linear", "dynamic", "yarn", "longrope"},
+    "attention_factor": {"yarn", "longrope"},
+    **dict.fromkeys(("beta_fast", "beta_slow"), {"yarn"}),
+    **dict.fromkeys(("short_factor", "long_factor"), {"longrope"}),
+}
+SHAPES = ("flat", "one layer type", "two layer types")
+
+
+def unjudged(shape: str, block: dict[str, Any]) -> Any:
+    """A configuration whose rope block was put in after it was judged."""
+    if shape == "flat":
+        config = transformers.LlamaConfig(**SIZES)
+        config.rope_parameters = block
+        return config
+    config = transformers.Gemma3TextConfig()
+    config.layer_types = ["full_attention", "sliding_attention"]
+    plain_block = {"rope_type": "default", "rope_theta": 10000.0}
+    config.rope_parameters = {
+        "full_attention": block,
+        "sliding_attention": dict(block) if shape == "two layer types" else plain_block,
+    }
+    return config
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", sorted({*rope_type_names()} - {"proportional"}))
+def test_a_block_that_says_too_little_or_too_much_is_a_key_error(ours: RopeTypes, kind: str, shape: str) -> None:
+    block = {"rope_type": kind, "rope_theta": 10000.0}
+    with pytest.raises(KeyError):
+        unjudged(shape, block).validate_rope()
+    for key, types in EXCLUSIVE.items():
+        if kind not in types:
+            with pytest.raises(KeyError):
+                unjudged(shape, {**block, key: True}).validate_rope()
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "words"),
+    [
+        ("ntk", {}, "factor is missing"),
+        ("by_parts", ORIGINAL, "factor is missing"),
+        ("resonance", {}, "method is missing"),
+        ("dynamic_ntk", {}, "original_max_position_embeddings is missing"),
+        ("dynamic_yarn", ORIGINAL, "write max_position_embeddings: 16"),
+        ("dynamic_clex", {"table": [[1.0] * 8], **ORIGINAL}, "write max_position_embeddings: 16"),
+        ("ntk", {"factor": 4.0, "beta_fast": 32}, "unknown key 'beta_fast'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(ours: RopeTypes, kind: str, block: dict[str, Any], words: str) -> None:
+    with pytest.raises(RopeBlockError, match=words) as caught:
+        unjudged("flat", {"rope_type": kind, "rope_theta": 10000.0, **block}).validate_rope()
+    assert isinstance(caught.value, KeyError) and isinstance(caught.value, ValueError)
+    assert not str(caught.value).startswith(("'", '"'))  # a plain KeyError shows its message in quotes
+
+
+def test_a_type_that_would_stand_still_is_refused_where_it_is_computed_too(ours: RopeTypes) -> None:
+    config = unjudged("flat", {"rope_type": "dynamic_yarn", "rope_theta": 10000.0, **ORIGINAL})
+    with pytest.raises(RopeBlockError, match="grows beyond 16, and transformers recomputes beyond"):
+        FUNCTIONS["dynamic_yarn"](config)
+
+
+def test_an_original_length_beside_the_block_counts(ours: RopeTypes) -> None:
+    config = unjudged("flat", {"rope_type": "by_parts", "rope_theta": 10000.0, "factor": 4.0})
+    with pytest.raises(RopeBlockError, match="trained_length is missing"):
+        config.validate_rope()
+    config.original_max_position_embeddings = 16
+    config.validate_rope()
+    assert torch.equal(FUNCTIONS["by_parts"](config)[0], FUNCTIONS["by_parts"](llama("by_parts"))[0])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "dynamic_ntk", "dynamic_yarn"])
+@pytest.mark.parametrize("layer_type", [None, "full_attention"])
+def test_growth_ends_when_short_input_returns(ours: RopeTypes, kind: str, layer_type: str | None) -> None:
+    block = {"rope_type": kind, "rope_theta": 10000.0, **BLOCKS[kind]}
+    config = unjudged("flat" if layer_type is None else "one layer type", block)
+    config.max_position_embeddings = 64
+    named, prefix = ({}, "") if layer_type is None else ({"layer_type": layer_type}, f"{layer_type}_")
+    rotary = (
+        transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+        if layer_type is None
+        else transformers.models.gemma3.modeling_gemma3.Gemma3RotaryEmbedding
+    )(config)
+
+    def after(length: int) -> torch.Tensor:
+        rotary(torch.zeros(1), torch.arange(length)[None], **named)
+        found: torch.Tensor = getattr(rotary, f"{prefix}inv_freq")
+        return found.clone()
+
+    short, long, again = after(8), after(200), after(8)
+    assert not torch.allclose(short, long)
+    assert torch.equal(short, again)
+    wanted = from_config(config, layer_type=layer_type).frequencies(200).inv_freq.flatten()
+    torch.testing.assert_close(long.double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_scaled_pairs_stay_between_the_bits_of_the_unscaled_ladder_and_its_interpolation(ours: RopeTypes) -> None:
+    common = {"factor": 10.0, "original_max_position_embeddings": 2048}
+    blocks = {"llama3": BOUNDS, "yarn": {}, "by_parts": {}}
+    for kind, extra in blocks.items():
+        inv_freq, _ = frequencies(kind, **common, **extra)
+        assert bool((inv_freq <= plain()).all()) and bool((inv_freq >= plain() / 10.0).all()), kind
+        method = METHODS[kind](rotary_dim=128, base=1e4, trained_length=2048, factor=10.0)
+        kept = method.frequencies().inv_freq == method.plain()
+        assert int(kept.sum()) >= 10
+        assert torch.equal(inv_freq[kept], plain()[kept]), kind
 
 
 # Where transformers is wrong, and ours is not.

@@ -412,6 +412,7 @@ def _own_method(
         raise ValueError(f"rope_type {name!r} cannot be read from numbers alone: build {cls.__name__} in code")
     inner = options.pop("method", None)
     known = {field.name for field in dataclasses.fields(cls)} - {"rotary_dim", "base", "method"}
+    grown_from = options.pop("trained_length", None) if dynamic and "trained_length" not in known else None
     unknown = [f"unknown key {key!r}{nearest(key, known)}" for key in sorted(set(options) - known)]
     missing = sorted(
         field.name
@@ -432,7 +433,7 @@ def _own_method(
         return made
     if not isinstance(made, Scalable):
         raise ValueError(f"rope_type {name!r}: {cls.__name__} has no factor to grow")
-    own = getattr(made, "trained_length", None)
+    own = getattr(made, "trained_length", None) or grown_from
     return Dynamic(method=made, trained_length=own or fields.max_length)
 
 

@@ -26,6 +26,8 @@ _MODULES: dict[str, ModuleType] = {
 }
 BACKENDS = tuple(_MODULES)
 """In the order in which ``backend="auto"`` asks them: the fastest first, as ``benchmarks/order.py`` measures them."""
+_READ_KEY_BOUND = (native, sdpa, blocked)
+"""The backends that leave out keys by a bound of their norms and take one that is known."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def attend(
     softcap: float | None = None,
     backend: str = "auto",
     prepared: bool = False,
+    key_bound: Tensor | None = None,
 ) -> Tensor:
     """Attention as ``terms`` say, at ``positions``.
 
@@ -82,6 +85,11 @@ def attend(
         softcap: ``c * tanh(logits / c)`` before the bias (Gemma 2).
         backend: ``"auto"`` or a name in ``BACKENDS``.
         prepared: k and v come from a cache of keys transformed by ``terms.prepare``.
+        key_bound: ``(B or 1, Hkv)``, a number that no ``|k|`` of the given k exceeds, kept by a cache as keys arrive:
+            a decoding step then need not read keys that a decaying bias puts out of reach. It is a promise, never
+            checked, and changes no result beyond what ``distance_attention`` states. Unused where it would not hold
+            (keys that a branch transforms here, or that are rounded to another dtype), and by backends other than
+            native, blocked and sdpa, which need none.
 
     Returns:
         ``(B, H, Q, Dv)`` in the dtype of q.
@@ -92,11 +100,18 @@ def attend(
     """
     terms = Terms() if terms is None else terms
     _check(q, k, v, positions, terms)
+    if key_bound is not None and tuple(key_bound.shape) not in ((1, k.shape[1]), tuple(k.shape[:2])):
+        raise ValueError(
+            f"key_bound has one number for each key head, (1, {k.shape[1]}) or {tuple(k.shape[:2])}; "
+            f"got {tuple(key_bound.shape)}"
+        )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
+        given = k
         q, k, v, terms, output = _transform(q, k, v, terms, prepared)
         chosen = _choose(q, k, v, positions, terms, dropout, softcap, backend)
-        out = chosen.run(q, k, v, positions, terms, scale=scale, dropout=dropout, softcap=softcap)
+        known = {"key_bound": key_bound} if k is given and chosen in _READ_KEY_BOUND else {}
+        out = chosen.run(q, k, v, positions, terms, scale=scale, dropout=dropout, softcap=softcap, **known)
         return out if output is None else output(out).to(out.dtype)
 
 

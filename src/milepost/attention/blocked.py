@@ -59,15 +59,26 @@ def run(
     scale: float,
     dropout: float = 0.0,
     softcap: float | None = None,
+    key_bound: Tensor | None = None,
 ) -> Tensor:
     """Memory linear in the length, forward and backward; keys whose weight is provably nothing are left out."""
-    return serve(q, k, v, positions, terms, scale, "torch")
+    return serve(q, k, v, positions, terms, scale, "torch", key_bound)
 
 
 def serve(
-    q: Tensor, k: Tensor, v: Tensor, positions: Positions, terms: Terms, scale: float, implementation: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions,
+    terms: Terms,
+    scale: float,
+    implementation: str,
+    key_bound: Tensor | None = None,
 ) -> Tensor:
-    """`attend` by `distance_attention`; several branches are merged by their log-sum-exps."""
+    """`attend` by `distance_attention`; several branches are merged by their log-sum-exps.
+
+    `key_bound` is of k as given: a branch that transforms keys, or a dtype that rounds them, goes without.
+    """
     seen = positions.intervals(window=terms.window, chunk=terms.chunk)
     start = positions.query_start
     assert seen is not None and isinstance(start, int | torch.SymInt)
@@ -79,6 +90,7 @@ def serve(
         branch_q = q if branch.query is None else branch.query(q)
         branch_k = k if branch.key is None else branch.key(k, at="keys")
         branch_q, branch_k, branch_v = branch_q.to(work), branch_k.to(work), v.to(work)
+        bound = key_bound if branch_k is k else None
         for lo, hi in _ruled(branch, *seen, positions):
             part = distance_attention(
                 branch_q,
@@ -90,6 +102,7 @@ def serve(
                 first=first,
                 offset=start,
                 scale=scale,
+                key_bound=bound,
                 implementation=implementation,
             )
             parts.append(part)

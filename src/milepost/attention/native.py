@@ -47,6 +47,7 @@ def run(
     scale: float,
     dropout: float = 0.0,
     softcap: float | None = None,
+    key_bound: Tensor | None = None,
 ) -> Tensor:
     """Memory linear in the length; keys whose weight is provably nothing are left out, in both directions."""
-    return blocked.serve(q, k, v, positions, terms, scale, "auto")
+    return blocked.serve(q, k, v, positions, terms, scale, "auto", key_bound)

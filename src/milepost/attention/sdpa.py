@@ -60,16 +60,24 @@ def run(
     scale: float,
     dropout: float = 0.0,
     softcap: float | None = None,
+    key_bound: Tensor | None = None,
 ) -> Tensor:
     """Exact for every mask and bias; ``O(H * K)`` memory where no padding, no documents and no pair bias is present."""
     simple = positions.plain() and terms.chunk is None and isinstance(positions.query_start, int)
     if simple and (terms.bias is None or isinstance(terms.bias, DistanceBias)):
-        return _plain(q, k, v, positions, terms, scale, dropout)
+        return _plain(q, k, v, positions, terms, scale, dropout, key_bound)
     return _dense(q, k, v, positions, terms, scale, dropout)
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, positions: Positions, terms: Terms, scale: float, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions,
+    terms: Terms,
+    scale: float,
+    dropout: float,
+    key_bound: Tensor | None,
 ) -> Tensor:
     count, keys, start = positions.num_queries, positions.num_keys, positions.query_start
     assert isinstance(start, int)
@@ -79,13 +87,13 @@ def _plain(
     if unbiased and count == keys:
         return _sdpa(q, k, v, None, scale, dropout, causal=True)
     if torch.compiler.is_compiling() or not positions.causal or count < 2 * CHUNK:
-        return _hankel(q, k, v, positions, terms, scale, dropout)
+        return _hankel(q, k, v, positions, terms, scale, dropout, key_bound)
     blocks = []
     for begin in range(0, count, CHUNK):
         end = min(begin + CHUNK, count)
         seen = start + end
-        part = _hankel(q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], positions, terms, scale, dropout, begin)
-        blocks.append(part)
+        rows, keys_seen, values = q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen]
+        blocks.append(_hankel(rows, keys_seen, values, positions, terms, scale, dropout, key_bound, begin))
     return torch.cat(blocks, dim=2)
 
 
@@ -97,6 +105,7 @@ def _hankel(
     terms: Terms,
     scale: float,
     dropout: float,
+    key_bound: Tensor | None,
     begin: int = 0,
 ) -> Tensor:
     """Bias and causality in one line per head, viewed as the mask with strides (1, 1) over flipped queries.
@@ -111,7 +120,7 @@ def _hankel(
         line = bias.table[:, (distance - bias.first).clamp(0, bias.table.shape[1] - 1)]
         zero_in_every_row = positions.causal or (count == keys and positions.query_start == 0)
         if line.device.type == "cpu" and zero_in_every_row:
-            line = _without_denormals(line, distance, q, k, scale)
+            line = _without_denormals(line, distance, q, k, scale, key_bound)
     else:
         line = torch.zeros(1, count + keys - 1, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -125,13 +134,16 @@ def _hankel(
     return out.flip(2)
 
 
-def _without_denormals(line: Tensor, distance: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
+def _without_denormals(
+    line: Tensor, distance: Tensor, q: Tensor, k: Tensor, scale: float, key_bound: Tensor | None
+) -> Tensor:
     """-inf where no weight can reach ``e^-28 / K`` of its row, because products of denormals are slow on CPUs.
 
     Bound: ``|q.k| * scale <= R/2`` with ``R = 2 * scale * max|q| * max|k|``, and distance 0 is visible in every row,
     so a weight is at most ``exp(R + b(d) - b(0))`` of the row's total.
     """
-    reach = 2 * scale * _largest_norm(q) * _largest_norm(k)
+    largest_k = _largest_norm(k) if key_bound is None else key_bound.detach().float().amax()
+    reach = 2 * scale * _largest_norm(q) * largest_k
     at_zero = torch.where(distance == 0, line, -torch.inf).amax(-1, keepdim=True)
     bound = at_zero - (reach + LOG_KEYS + 28.0)
     return line.masked_fill(line < bound, -torch.inf)

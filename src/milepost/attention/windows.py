@@ -10,7 +10,7 @@ from torch import Tensor
 from milepost.attention.blocked import distance_attention
 
 
-def windows(table: Tensor, *, spread: float, longest: int, eps: float = 1e-12) -> Tensor:
+def windows(table: Tensor, *, spread: float | Tensor, longest: int, eps: float = 1e-12) -> Tensor:
     """For each head the distance from which on no key can weigh more than ``eps / longest``.
 
     Formula: the smallest W with ``max over d >= W of b(d) < b(0) - spread - ln(longest / eps)``; n where there is none.
@@ -20,7 +20,7 @@ def windows(table: Tensor, *, spread: float, longest: int, eps: float = 1e-12) -
 
     Args:
         table: ``(H, n)``, biases at distances 0 .. n-1.
-        spread: twice the largest ``|scale * q.k|`` that can occur.
+        spread: twice the largest ``|scale * q.k|`` that can occur, or ``(H,)`` of them.
         longest: the most keys a query may ever have.
         eps: the weight that may be lost.
 
@@ -29,21 +29,76 @@ def windows(table: Tensor, *, spread: float, longest: int, eps: float = 1e-12) -
     """
     biases = table.detach().double()
     reach = biases.flip(1).cummax(1).values.flip(1)
+    spread = torch.as_tensor(spread, dtype=torch.float64, device=biases.device).view(-1, 1)
     return (reach >= biases[:, :1] - spread - math.log(longest / eps)).sum(1)
 
 
 def projection_bound(weight: Tensor, num_heads: int, input_norm: float, bias: Tensor | None = None) -> float:
     """The largest norm of any head's query (or key) that this projection can make of an input of norm `input_norm`.
 
-    Formula: ``max over heads of |W_h|_2 * input_norm + |bias_h|``. weight ``(num_heads * head_dim, width)`` as in
-    ``nn.Linear``. After an RMSNorm with weight g, inputs have norms of at most ``sqrt(width) * max|g|``; a rotation
-    changes no norm.
+    weight ``(num_heads * head_dim, width)`` as in ``nn.Linear``. After an RMSNorm with weight g, inputs have norms of
+    at most ``sqrt(width) * max|g|``; a rotation changes no norm.
     """
+    return float(projection_bounds(weight, num_heads, input_norm, bias).max())
+
+
+def projection_bounds(weight: Tensor, num_heads: int, input_norm: float, bias: Tensor | None = None) -> Tensor:
+    """``(num_heads,)`` float64: the same for each head, ``|W_h|_2 * input_norm + |bias_h|``."""
     heads = weight.detach().double().unflatten(0, (num_heads, -1))
     bound = torch.linalg.matrix_norm(heads, ord=2) * input_norm
     if bias is not None:
         bound = bound + bias.detach().double().unflatten(0, (num_heads, -1)).norm(dim=-1)
-    return float(bound.max())
+    return bound
+
+
+def largest_norms(x: Tensor) -> Tensor:
+    """``(1, heads)``: what no norm of a vector of x ``(B, heads, n, D)`` exceeds.
+
+    In float32 (float64 for float64), a little above the computed norm, which rounding may have made too small. NaN
+    where x holds NaN; 0 where it is empty.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if x.numel() == 0:
+        return torch.zeros((1, x.shape[1]), dtype=dtype, device=x.device)
+    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=dtype)
+    return norms.amax((0, 2))[None] * (1 + 2**-14)
+
+
+def append(room: Tensor | None, held: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+    """``(room, both)``: `held` ``(B, H, n, D)`` and `new` behind it, as a view of memory kept ahead of them.
+
+    Where `held` is the beginning of `room` and there is room enough, only `new` is written; otherwise a larger room is
+    taken. So a token costs a fixed number of copies on average, where concatenation copies everything each time.
+    Whoever cut tokens off and appends others overwrites what was cut. Not for tensors that autograd has seen.
+    """
+    length = 0 if held is None else held.shape[2]
+    end = length + new.shape[2]
+    if room is None or end > room.shape[2] or not _begins(room, held, new):
+        dtype = new.dtype if held is None else torch.promote_types(held.dtype, new.dtype)
+        room = new.new_empty((*new.shape[:2], end + max(64, end // 4), new.shape[3]), dtype=dtype)
+        if held is not None:
+            room[:, :, :length] = held
+    room[:, :, length:end] = new
+    return room, room[:, :, :end]
+
+
+def _begins(room: Tensor, held: Tensor | None, new: Tensor) -> bool:
+    """Whether `held` is a view of the first tokens of `room`, to which `new` may be written."""
+    if held is None or (room.is_inference() and not torch.is_inference_mode_enabled()):
+        return False
+    same = held.data_ptr() == room.data_ptr() and held.stride() == room.stride()
+    return same and held.shape[:2] == room.shape[:2] and room.dtype == torch.promote_types(room.dtype, new.dtype)
+
+
+def out_of_reach(held: int, window: int) -> int:
+    """How many of the oldest `held` keys to drop: those the next query stands `window` or more from.
+
+    0 until there are as many of them as are to be kept, and 64: so each token is moved about once. Below
+    ``2 * window + 64`` keys are then held.
+    """
+    kept = window - 1
+    surplus = held - kept
+    return surplus if surplus > max(64, kept) else 0
 
 
 class WindowedCache:
@@ -81,12 +136,12 @@ class WindowedCache:
         self.seen = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self._held = 0
+        self._rooms: list[Tensor | None] = [None, None]
 
     @property
     def held(self) -> int:
         """How many keys are kept: below ``2 * window + 64`` after a step."""
-        return self._held
+        return 0 if self._keys is None else self._keys.shape[2]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append the keys and values of new tokens, and attend from their queries: ``(B, H, n, Dv)``.
@@ -102,7 +157,7 @@ class WindowedCache:
             if not norm <= bound * (1 + 1e-5):
                 raise ValueError(f"a {name} of norm {norm:.4g} breaks the promised {name}_bound={bound:.4g}")
         keys, values = self._append(k, v)
-        slots = torch.arange(self._held - count, self._held, device=q.device)[None]
+        slots = torch.arange(self.held - count, self.held, device=q.device)[None]
         out, _ = distance_attention(
             q,
             keys,
@@ -111,7 +166,7 @@ class WindowedCache:
             (slots - self.window + 1).clamp(min=0),
             slots + 1,
             first=0,
-            offset=self._held - count,
+            offset=self.held - count,
             scale=self.scale,
             skip_eps=self.eps,
             key_bound=torch.full((1, k.shape[1]), self.key_bound, device=k.device),
@@ -120,27 +175,15 @@ class WindowedCache:
         return out
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        count = k.shape[2]
-        end = self._held + count
-        if self._keys is None or self._values is None or end > self._keys.shape[2]:
-            # Twice the room that is needed, so that moving what is kept costs little for each token.
-            room = max(64, 2 * end)
-            keys, values = k.new_empty((*k.shape[:2], room, k.shape[3])), v.new_empty((*v.shape[:2], room, v.shape[3]))
-            if self._keys is not None and self._values is not None:
-                keys[:, :, : self._held] = self._keys[:, :, : self._held]
-                values[:, :, : self._held] = self._values[:, :, : self._held]
-            self._keys, self._values = keys, values
-        self._keys[:, :, self._held : end] = k
-        self._values[:, :, self._held : end] = v
-        self._held, self.seen = end, self.seen + count
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        self._rooms[0], self._keys = append(self._rooms[0], self._keys, k)
+        self._rooms[1], self._values = append(self._rooms[1], self._values, v)
+        self.seen += k.shape[2]
+        return self._keys, self._values
 
     def _forget(self) -> None:
         """Drop keys that the next query stands too far from; in strides, so that few steps move memory."""
         assert self._keys is not None and self._values is not None
-        kept = self.window - 1
-        surplus = self._held - kept
-        if surplus > max(64, kept):
-            for x in (self._keys, self._values):
-                x[:, :, :kept] = x[:, :, surplus : self._held].clone()
-            self._held = kept
+        surplus = out_of_reach(self.held, self.window)
+        if surplus:
+            self._rooms = [None, None]
+            self._keys, self._values = self._keys[:, :, surplus:].clone(), self._values[:, :, surplus:].clone()

@@ -101,10 +101,33 @@ def test_engines_differ_in_words_where_they_differ_in_numbers() -> None:
     assert "attention_factor is not read" in said["vllm"][1] and "0 of 64" in said["vllm"][0]
     assert "rope_factors_long.weight" in said["llama.cpp"][1]
     dynamic = diagnose({**GOOD, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}).engines[""]
-    assert "one static base" in dynamic["vllm"][1] and "grow with the length" in dynamic["llama.cpp"][0]
+    assert "64 of 64 pairs as trained" in dynamic["vllm"][0] and "max_model_len 262144" in dynamic["vllm"][0]
+    assert "ends at 131072" in dynamic["vllm"][1] and "max_trained_positions only" in dynamic["vllm"][2]
+    assert "grow with the length" in dynamic["llama.cpp"][0]
+    short = diagnose({**GOOD, "rope_scaling": {**GOOD["rope_scaling"], "factor": 2.0}}).engines[""]
+    assert "ends at 65536" in short["vllm"][1] and "--max-model-len 65536" in short["vllm"][1]
+    sections = diagnose({**GOOD, "rope_scaling": {**GOOD["rope_scaling"], "mrope_section": [16, 24, 24]}}).engines[""]
+    assert "4 times the original length" in sections["vllm"][1]
+    integer = diagnose({**GOOD, "rope_scaling": {"rope_type": "linear", "factor": 4}}).engines[""]
+    assert "takes factor 4.0, and not the integer 4" in integer["vllm"][0]
     assert "at 262144 tokens" in dynamic["transformers"][1]
     unknown = diagnose({**GOOD, "rope_scaling": {"rope_type": "yran", "factor": 2.0}}).engines[""]
     assert "KeyError" in unknown["transformers"][0] and "Unknown RoPE" in unknown["vllm"][0]
+
+
+def test_overrides_are_read_as_vllm_reads_them() -> None:
+    checkpoint = {**BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    sizes = {"max_position_embeddings": 131072, "head_dim": 128}
+    for document, lost in (({"rope_parameters": block}, True), ({"text_config": {"rope_parameters": block}}, False)):
+        for known in (None, checkpoint):
+            said = diagnose(json.dumps(document), checkpoint=known)
+            assert any(finding.rule == "theta-lost" for finding in said.findings) == lost
+    old = {**{key: value for key, value in block.items() if key != "rope_type"}, "type": "yarn", "rope_theta": 1e6}
+    assert "KeyError: 'rope_type'" in diagnose(json.dumps({**sizes, "rope_parameters": old})).engines[""]["vllm"][0]
+    trained = {"rope_type": "dynamic", "factor": 4.0, "max_trained_positions": 32768, "rope_theta": 1e6}
+    said = diagnose(json.dumps({**sizes, "rope_parameters": trained}))
+    assert not any(finding.rule == "unknown-key" for finding in said.findings)
 
 
 # ---- every rule by example ------------------------------------------------------------------------------------------

@@ -70,8 +70,10 @@ METHODS: dict[str, tuple[FrequencyMethod, tuple[str, str, str]]] = {
     ),
     "power": (Power(**C, exponent=0.1), ("longrope", "longrope", "rope_freqs")),
     "resonance": (Resonance(method=Yarn(**S)), ("longrope", "longrope", "rope_freqs")),
-    "p_rope": (Proportional(**C, proportion=0.75), ("proportional", "refused", "refused")),
-    "hope": (HoPECut(**C, trained_length=4096), ("proportional", "refused", "refused")),
+    "p_rope": (Proportional(**C, proportion=0.75), ("proportional", "proportional", "refused")),
+    "p_rope_stretched": (Proportional(**C, proportion=0.75, factor=2.0), ("proportional", "refused", "refused")),
+    "p_rope_still": (Proportional(**C, proportion=0.0), ("proportional", "proportional", "refused")),
+    "hope": (HoPECut(**C, trained_length=4096), ("proportional", "proportional", "refused")),
     "truncated": (Truncated(**C, trained_length=2048), ("refused", "refused", "refused")),
     "dynamic_ntk": (dynamic_ntk(**C, trained_length=4096, factor=2.0), ("dynamic", "refused", "refused")),
     "dynamic_paper": (dynamic_ntk(**C, trained_length=4096, form="paper"), ("dynamic", "refused", "refused")),
@@ -189,17 +191,43 @@ def test_vllm_takes_one_list_and_one_dynamic_base_for_its_whole_life() -> None:
     sizes = {"head_dim": 128, "max_position_embeddings": 131072}
     short, long = (vllm_frequencies(block, **sizes, max_model_len=n) for n in (4096, 4097))
     assert difference(short, long) > 0.5
-    dynamic = vllm_frequencies({"rope_type": "dynamic", "factor": 4.0}, head_dim=128, max_position_embeddings=4096)
-    grown = dynamic_ntk(**C, trained_length=4096, factor=4.0).frequencies(4 * 4096)
+    block = {"rope_type": "dynamic", "factor": 4.0}
+    still = vllm_frequencies(block, head_dim=128, max_position_embeddings=16384)
+    assert difference(still, Default(**C).frequencies()) < 1e-12
+    block["max_trained_positions"] = 4096
+    dynamic = vllm_frequencies(block, head_dim=128, max_position_embeddings=16384)
+    grown = dynamic_ntk(**C, trained_length=4096, factor=4.0).frequencies(16384)
     assert difference(dynamic, grown) < 1e-12
     ntk = vllm_frequencies({"rope_type": "ntk", "factor": 8.0}, head_dim=128, max_position_embeddings=4096)
     assert difference(ntk, NTK(**C, factor=8.0, mixed_b=1.0).frequencies()) < 1e-12  # Su's "fixed", not NTK-aware
     for block, wanted in (
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32768),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 16384),
         ({"rope_type": "linear", "factor": 4.0}, 65536),
+        ({"type": "su", "factor": 4.0}, 16384),
         ({"rope_type": "llama3", "factor": 8.0}, 16384),
     ):
         assert vllm_max_model_len(block, 16384) == wanted
+    assert vllm_max_model_len({"rope_type": "longrope"}, 16384, original_at_top=4096) == 4096
+    assert vllm_max_model_len({"rope_type": "linear", "factor": 8.0}, 16384, model_type="gemma3_text") == 16384
+
+
+def test_vllm_is_told_what_it_multiplies_itself_and_how_long_to_serve() -> None:
+    made = export(Linear(**C, factor=4), "vllm", trained_length=4096)
+    said = json.loads(made.overrides or "")
+    assert said["max_position_embeddings"] == 4096 and made.max_model_len == 16384  # 4 times that, and not 16 times
+    assert isinstance(said["rope_parameters"]["factor"], float)  # an integer stops its linear type
+    assert "vllm serve MODEL --max-model-len 16384 --hf-overrides '{" in made.text()
+    with pytest.raises(ExportRefused, match="32768 positions .* and 65536 were asked for: raise the factor"):
+        export(Yarn(**S), "vllm", target_length=65536)
+
+
+def test_an_odd_rotary_dimension_has_the_pair_that_it_has_half_of() -> None:
+    block = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.4}  # 51 of 128
+    sizes = {"head_dim": 128, "max_position_embeddings": 4096}
+    executed = executed_transformers(block, **sizes)
+    assert executed.inv_freq.numel() == 26
+    for formula in (transformers_frequencies, vllm_frequencies):
+        assert difference(executed, formula(block, **sizes)) <= 1e-6
 
 
 def test_llama_cpp_flags_and_keys_of_yarn() -> None:

@@ -21,9 +21,12 @@ ENGINES = ("transformers", "vllm", "llama.cpp")
 
 TRANSFORMERS_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 VLLM_TYPES = (
-    *("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3"),
-    *("deepseek_yarn", "deepseek_llama_scaling", "mllama4", "xdrope"),
+    *("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"),
+    *("deepseek_yarn", "deepseek_llama_scaling", "mllama4", "bailing_mrope", "openpangu"),
+    "xdrope",  # before 0.33
 )
+VLLM_LEGACY = {"su": "longrope", "mrope": "default"}
+"""Rope types that vLLM renames when it reads a file (not in an override)."""
 
 
 class EngineError(ValueError):
@@ -31,7 +34,8 @@ class EngineError(ValueError):
 
 
 def _plain(dim: int, base: float) -> Tensor:
-    return torch.tensor([base ** (-(2.0 * p) / dim) for p in range(dim // 2)], dtype=torch.float64)
+    """The ladder; an odd rotary dimension gets the pair that it has half of, as in both engines."""
+    return torch.tensor([base ** (-(2.0 * p) / dim) for p in range((dim + 1) // 2)], dtype=torch.float64)
 
 
 def _number(block: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -156,7 +160,7 @@ def transformers_frequencies(
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     key = "long_factor" if length is not None and length > original else "short_factor"
-    return Frequencies(_plain(dim, base) / _divisors(block, key, dim // 2), float(attention))
+    return Frequencies(_plain(dim, base) / _divisors(block, key, (dim + 1) // 2), float(attention))
 
 
 def executed_transformers(
@@ -195,25 +199,42 @@ def executed_transformers(
 
 
 def vllm_frequencies(
-    block: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int, max_model_len: int | None = None
+    block: Mapping[str, Any],
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    max_model_len: int | None = None,
+    mrope_positions_factor: int = 4,
 ) -> Frequencies:
-    """vLLM's answer: one table for the engine's life, made for ``max_model_len`` and not for the request's length.
+    """vLLM 0.33's answer: one table for the engine's life, made for ``max_model_len`` and not for a request's length.
 
-    ``dynamic`` is one static base, transformers' at factor times the declared length; ``ntk`` without mixed_b slows
-    every pair, the first one too; LongRoPE takes one list by ``max_model_len`` and reads short_mscale / long_mscale,
-    never attention_factor.
+    ``dynamic`` is one static base, transformers' at the declared length for a model trained at the block's
+    ``max_trained_positions`` (without it nothing is scaled); ``ntk`` without mixed_b slows every pair, the first one
+    too; LongRoPE takes one list by ``max_model_len`` and reads short_mscale / long_mscale, never attention_factor;
+    ``proportional`` reads no factor; YaRN with an mrope_section takes its range from ``mrope_positions_factor`` times
+    the original length (some models pass 1); DeepSeek's YaRN reads neither attention_factor nor truncate.
     """
+    if "rope_theta" in block and block["rope_theta"] is None:
+        raise EngineError("TypeError: rope_theta is null")
     block = {key: value for key, value in block.items() if value is not None}
     kind = block.get("rope_type", block.get("type", "default"))
+    kind = VLLM_LEGACY.get(kind, kind)
     base, partial = _number(block, "rope_theta", 10000.0), _number(block, "partial_rotary_factor", 1.0)
     if not 0 < partial <= 1:
         raise EngineError(f"partial_rotary_factor={partial:g} must lie in (0, 1]")
-    dim = int(head_dim * partial)
+    dim = int(_number(block, "rope_dim", 0.0)) or int(head_dim * partial)
     longest = max_model_len or max_position_embeddings
     if kind == "default":
         return Frequencies(_plain(dim, base))
+    if kind == "proportional":
+        theta = _plain(head_dim, base)
+        theta[dim // 2 :] = 0.0
+        return Frequencies(theta)
     if kind == "linear":
-        return Frequencies(_plain(dim, base) / _number(block, "factor"))
+        factor = _number(block, "factor")
+        if isinstance(block["factor"], int):
+            raise EngineError(f"TypeError: its linear type takes factor {factor:.1f}, and not the integer {factor:g}")
+        return Frequencies(_plain(dim, base) / factor)
     if kind == "ntk":
         factor, pairs = _number(block, "factor"), dim // 2
         share = torch.arange(1, pairs + 1, dtype=torch.float64) / pairs
@@ -222,41 +243,79 @@ def vllm_frequencies(
         if "alpha" in block:
             return Frequencies(_plain(dim, base * _number(block, "alpha") ** (dim / (dim - 2))))
         factor = _number(block, "factor")
-        return Frequencies(_plain(dim, base * (factor * factor - (factor - 1)) ** (dim / (dim - 2))))
+        grown = max_position_embeddings / _number(block, "max_trained_positions", max_position_embeddings)
+        return Frequencies(_plain(dim, base * (factor * grown - (factor - 1)) ** (dim / (dim - 2))))
     if kind == "llama3":
         return Frequencies(_llama3(dim, base, block))
-    if kind in ("yarn", "deepseek_yarn"):
+    if kind == "yarn":
         factor = _number(block, "factor")
         mscale, all_dim = block.get("mscale"), block.get("mscale_all_dim")
+        attention = _mscale(factor)
         if "attention_factor" in block:
             attention = _number(block, "attention_factor")
-        elif kind == "deepseek_yarn":
-            attention = _mscale(factor, float(mscale or 1)) / _mscale(factor, float(all_dim or 0))
         elif mscale and all_dim:
             attention = _mscale(factor, float(mscale)) / _mscale(factor, float(all_dim))
-        else:
-            attention = _mscale(factor)
+        if "mrope_section" in block:
+            original = _number(block, "original_max_position_embeddings")
+            block["original_max_position_embeddings"] = original * mrope_positions_factor
         return Frequencies(_yarn(dim, base, block, bool(block.get("truncate", True))), attention)
+    if kind in ("deepseek_yarn", "deepseek_llama_scaling"):
+        factor = _number(block, "factor")
+        attention = _mscale(factor, _number(block, "mscale", 1.0)) / _mscale(
+            factor, _number(block, "mscale_all_dim", 0.0)
+        )
+        return Frequencies(_yarn(dim, base, block, True), attention)
     if kind == "longrope":
         original = _number(block, "original_max_position_embeddings")
         long = longest > original
         scale = max_position_embeddings / original
         default = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
         attention = _number(block, "long_mscale" if long else "short_mscale", default)
-        divisors = _divisors(block, "long_factor" if long else "short_factor", dim // 2)
+        divisors = _divisors(block, "long_factor" if long else "short_factor", (dim + 1) // 2)
         return Frequencies(_plain(dim, base) / divisors, attention)
+    if kind in VLLM_TYPES and kind != "xdrope":
+        raise EngineError(f"what vLLM makes of rope_type {kind!r} is not written here")
     raise EngineError(f"ValueError: Unknown RoPE scaling type {kind}")
 
 
-def vllm_max_model_len(block: Mapping[str, Any], max_position_embeddings: int) -> int:
-    """The longest context vLLM derives from a configuration by itself."""
+def vllm_max_model_len(
+    block: Mapping[str, Any],
+    max_position_embeddings: int,
+    *,
+    original_at_top: int | None = None,
+    model_type: str = "",
+) -> int:
+    """The longest context vLLM 0.33 derives from a configuration by itself.
+
+    max_position_embeddings as it stands for YaRN, LongRoPE, llama3 and gemma3, times the factor for other types; for
+    LongRoPE the original length, where the file states it beside the block (``original_at_top``).
+    """
     kind = block.get("rope_type", block.get("type", "default"))
-    if kind in ("default", "longrope", "llama3", "su", "mrope"):
+    kind = VLLM_LEGACY.get(kind, kind)
+    if kind == "longrope" and original_at_top is not None:
+        return original_at_top
+    if kind in ("longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling") or "gemma3" in model_type:
         return max_position_embeddings
-    factor = _number(block, "factor", 1.0)
-    if kind == "yarn":
-        return int(_number(block, "original_max_position_embeddings") * factor)
-    return int(max_position_embeddings * factor)
+    return int(max_position_embeddings * _number(block, "factor", 1.0))
+
+
+def vllm_table_length(
+    block: Mapping[str, Any], max_position_embeddings: int, *, mrope_positions_factor: int = 4
+) -> int:
+    """The number of positions that vLLM 0.33 has cosines and sines for: longer input reads past their end.
+
+    YaRN and linear: length times factor (the original length for YaRN); every other type: max_position_embeddings.
+    """
+    kind = block.get("rope_type", block.get("type", "default"))
+    kind = VLLM_LEGACY.get(kind, kind)
+    rows: float = max_position_embeddings
+    if kind in ("yarn", "deepseek_yarn", "deepseek_llama_scaling"):
+        rows = _number(block, "original_max_position_embeddings") * _number(block, "factor")
+    elif kind == "linear":
+        rows = max_position_embeddings * _number(block, "factor")
+    if "mrope_section" in block and kind in ("default", "yarn"):
+        rows *= mrope_positions_factor
+    return math.ceil(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ from milepost.extend.engines import (
     llama_cpp_frequencies,
     transformers_frequencies,
     vllm_frequencies,
+    vllm_table_length,
 )
 
 Engine = Literal["transformers", "vllm", "llama.cpp"]
@@ -60,9 +61,9 @@ class Export:
 
     ``rope_parameters``: the block of a v5 config.json (transformers), or of ``--hf-overrides`` (vLLM).
     ``rope_scaling`` and ``rope_theta``: the same for v4. ``max_position_embeddings``: what the file should declare.
-    ``overrides``: vLLM's --hf-overrides, JSON. ``flags``, ``gguf_keys`` (without the architecture's prefix) and
-    ``gguf_tensors``: llama.cpp. ``notes``: what the engine ignores or does otherwise. ``error``: the largest relative
-    difference found on reading back.
+    ``overrides`` and ``max_model_len``: vLLM's --hf-overrides, JSON, and --max-model-len. ``flags``, ``gguf_keys``
+    (without the architecture's prefix) and ``gguf_tensors``: llama.cpp. ``notes``: what the engine ignores or does
+    otherwise. ``error``: the largest relative difference found on reading back.
     """
 
     engine: Engine
@@ -72,6 +73,7 @@ class Export:
     rope_theta: float | None = None
     max_position_embeddings: int | None = None
     overrides: str | None = None
+    max_model_len: int | None = None
     flags: tuple[str, ...] = ()
     gguf_keys: Mapping[str, Any] = field(default_factory=dict)
     gguf_tensors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class Export:
             old = {"rope_theta": self.rope_theta, "rope_scaling": self.rope_scaling}
             lines += ["", "config.json, transformers 4:", json.dumps(old, indent=2)]
         if self.overrides is not None:
-            lines += ["", f"vllm serve MODEL --hf-overrides '{self.overrides}'"]
+            lines += ["", f"vllm serve MODEL --max-model-len {self.max_model_len} --hf-overrides '{self.overrides}'"]
         if self.engine == "llama.cpp":
             lines += ["", "llama-server -m MODEL.gguf " + " ".join(self.flags) if self.flags else "no flags do it"]
             lines += ["", "GGUF keys (after the architecture's prefix):"]
@@ -252,14 +254,15 @@ def _block(
     if isinstance(method, Llama3):
         bounds = {"low_freq_factor": method.low_freq_factor, "high_freq_factor": method.high_freq_factor}
         return {"rope_type": "llama3", **common, "factor": method.factor, **bounds, **original}
-    if isinstance(method, (Proportional, HoPECut)) and engine == "transformers":
+    stretched = getattr(method, "factor", 1.0) != 1.0
+    if isinstance(method, (Proportional, HoPECut)) and (engine == "transformers" or engine == "vllm" and not stretched):
         rotated = method.kept_pairs if isinstance(method, HoPECut) else method.rotated_pairs
         share = (rotated + 0.25) / (method.rotary_dim // 2) if rotated < method.rotary_dim // 2 else 1.0
         if isinstance(method, HoPECut):
             notes.append(f"HoPE's cut keeps {rotated} pairs: p-RoPE with that share")
-        else:
+        elif rotated:
             share = method.proportion
-        factor = {} if getattr(method, "factor", 1.0) == 1.0 else {"factor": getattr(method, "factor", 1.0)}
+        factor = {"factor": getattr(method, "factor", 1.0)} if stretched else {}
         return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": share, **factor}
     if isinstance(method, ByParts) and method.ramp == "index" and (engine != "llama.cpp" or method.truncate):
         yarn = {"beta_fast": method.beta, "beta_slow": method.alpha, "attention_factor": attention}
@@ -284,7 +287,7 @@ def _dynamic(method: Dynamic, engine: Engine, common: dict[str, Any], notes: lis
     plain_ntk = isinstance(inner, NTK) and inner.mixed_b is None
     if engine != "transformers" or not plain_ntk or (method.form == "paper" and inner.factor != 1.0):
         why = {
-            "vllm": "vLLM computes one static base for its whole life",
+            "vllm": "vLLM computes one table for its whole life",
             "llama.cpp": "llama.cpp has no scaling that grows with the length",
             "transformers": "transformers grows NTK in its own form only",
         }[engine]
@@ -371,10 +374,15 @@ def _transformers(method: FrequencyMethod, words: _Words, head_dim: int) -> Expo
 
 def _vllm(method: FrequencyMethod, words: _Words, head_dim: int) -> Export:
     block, notes = dict(words.block), list(words.notes)
-    kind = block["rope_type"]
+    kind, target = block["rope_type"], words.target_length
+    declared = target
+    if "factor" in block:
+        block["factor"] = float(block["factor"])  # the linear type stops at an integer
+    if kind == "linear":
+        declared = math.ceil(target / block["factor"])
+        notes.append(f"vLLM multiplies max_position_embeddings by a linear block's factor itself: declare {declared}")
     if kind == "yarn":
-        factor = float(block["factor"])
-        natural = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
+        natural = 1.0 if block["factor"] <= 1 else 0.1 * math.log(block["factor"]) + 1
         if abs(block["attention_factor"] - natural) < 1e-12:
             del block["attention_factor"]
         else:
@@ -388,13 +396,26 @@ def _vllm(method: FrequencyMethod, words: _Words, head_dim: int) -> Export:
         notes.append("vLLM's longrope ignores attention_factor: short_mscale and long_mscale carry it")
         if block["short_factor"] != block["long_factor"]:
             notes.append("vLLM takes long_factor at every length once max_model_len exceeds the trained length")
-    overrides = {"rope_parameters": block, "max_position_embeddings": words.target_length}
+    if kind == "proportional":
+        notes.append("vLLM knows the proportional type in newer versions only (0.33 has it)")
+    rows = vllm_table_length(block, declared)
+    if rows < target:
+        raise ExportRefused(
+            f"vLLM makes {rows} positions for a {kind} block, factor times the trained length, and {target} were asked "
+            "for: raise the factor"
+        )
+    notes.append(
+        "an override replaces rope_parameters as a whole, at the top of the configuration: for a model with a "
+        'text_config write {"text_config": {...}} around it'
+    )
+    overrides = {"rope_parameters": block, "max_position_embeddings": declared}
     return Export(
         engine="vllm",
         method=type(method).__name__,
         rope_parameters=block,
-        max_position_embeddings=words.target_length,
+        max_position_embeddings=declared,
         overrides=json.dumps(overrides),
+        max_model_len=target,
         notes=tuple(notes),
     )
 

@@ -167,6 +167,8 @@ def check_keys(view: View) -> Iterator[Finding]:
     engine: set[str] = set()
     if view.kind == "override" or kind == "longrope":
         engine |= {"attn_factor", "extrapolation_factor", "apply_yarn_scaling", "short_mscale", "long_mscale"}
+    if view.kind == "override" and kind == "dynamic":
+        engine |= {"max_trained_positions"}
     beside = (*TOP_NUMBERS, "model_type", "dtype", "torch_dtype") if view.path == view.config_path else ()
     model = MODEL_KEYS.get(str(view.config.get("model_type")), ())
     known = {*required, *optional, *SHARED_KEYS, *engine, *model, *beside}

@@ -28,6 +28,8 @@ def check_theta(view: View) -> Iterator[Finding]:
             f"takes {short(inner)}, version 4 {short(outer)}",
             fix="state the base that the model was trained with, once",
         )
+    if view.kind == "override" and view.config_path:
+        return  # inside text_config vLLM merges key by key: the checkpoint's base stays
     if view.checkpoint is not None and view.kind == "override":
         yield from _override_theta(view)
         return

@@ -114,7 +114,7 @@ RULES: dict[str, Rule] = {
             "rope-type-one-engine",
             "warning",
             "Only one engine knows this rope type",
-            "vLLM knows types that transformers does not (ntk, deepseek_yarn, xdrope ...), and its ntk without mixed_b "
+            "vLLM knows types that transformers does not (ntk, deepseek_yarn ...), and its ntk without mixed_b "
             "slows the first pair too, which NTK-aware scaling does not.",
             '"rope_scaling": {"rope_type": "ntk", "factor": 4.0}',
             '"rope_theta": 40889.94',
@@ -273,7 +273,8 @@ RULES: dict[str, Rule] = {
             "error",
             "The override loses rope_theta",
             "An override replaces the whole block. transformers 5 keeps the base inside it, so a block without "
-            "rope_theta falls back to 10000 or to None (NoneType ** Tensor).",
+            "rope_theta falls back to 10000 (vLLM 0.33, silently) or to None (NoneType ** Tensor). Only inside "
+            "text_config does vLLM merge key by key.",
             '--hf-overrides \'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, '
             '"original_max_position_embeddings": 32768}}\'',
             '--hf-overrides \'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, '
@@ -338,7 +339,8 @@ RULES: dict[str, Rule] = {
             "Frequencies change while the cache keeps keys rotated with the old ones",
             "transformers caches rotated keys: past the trained length, token-by-token decoding differs from one full "
             "pass, a call of exactly the trained length after a longer one uses stale frequencies, and the longest row "
-            "of a batch decides for all. vLLM computes one static base instead, llama.cpp has no such type. "
+            "of a batch decides for all. vLLM 0.33 has one static base instead, unscaled unless the block says "
+            "max_trained_positions; llama.cpp has no such type. "
             "`milepost.attach` caches raw keys and reads each row's own length.",
             '"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}',
             "milepost.attach(model, method, length='fixed')",

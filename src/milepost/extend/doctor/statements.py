@@ -16,6 +16,7 @@ from milepost.extend.engines import (
     transformers_frequencies,
     vllm_frequencies,
     vllm_max_model_len,
+    vllm_table_length,
 )
 from milepost.extend.export import ExportRefused, export, llama_cpp_rope
 
@@ -108,13 +109,25 @@ def _vllm(view: View, head_dim: int, longest: int, base: float) -> list[str]:
     block = {"rope_theta": base, **view.block}
     if view.partial is not None:
         block.setdefault("partial_rotary_factor", view.partial)
-    reach = vllm_max_model_len(block, longest)
+    if view.kind == "override" and view.path == ("rope_parameters",) and "rope_type" not in view.block:
+        raise EngineError("KeyError: 'rope_type' (an override is not brought into today's form, as a file is)")
+    top = view.get("original_max_position_embeddings") if view.path != view.config_path else None
+    model_type = str(view.config.get("model_type"))
+    reach = vllm_max_model_len(block, longest, original_at_top=top, model_type=model_type)
     found = vllm_frequencies(block, head_dim=head_dim, max_position_embeddings=longest, max_model_len=reach)
     lines = [f"max_model_len {reach} by itself; at every length: {describe(found, base)}"]
+    rows = vllm_table_length(block, longest)
+    if rows < reach:
+        lines.append(f"its table ends at {rows}: longer input reads past the end, so pass --max-model-len {rows}")
     if view.type == "dynamic" and "alpha" not in view.block:
-        lines.append("its dynamic type is one static base, for factor times the declared length, at every length")
+        lines.append("its dynamic type is one static base for every length, and scales by max_trained_positions only")
     if view.type == "longrope" and view.block.get("attention_factor") is not None:
         lines.append("attention_factor is not read: short_mscale and long_mscale are, or sqrt(1 + ln s / ln L)")
+    if view.type == "yarn" and "mrope_section" in view.block:
+        lines.append(
+            "with an mrope_section its range is taken from 4 times the original length (Qwen3-VL's and Qwen3.5's "
+            "classes: once, unless video is pruned)"
+        )
     return lines
 
 

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+BENCH ?= $(shell date +%F)-$(shell uname -m)
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 KERNEL := $(wildcard src/milepost/attention/kernel.cpp src/milepost/attention/build.py)
@@ -52,8 +53,9 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Hours, unless BENCH_ARGS chooses: make bench BENCH_ARGS='--groups forward --lengths 1024'
 bench: $(TEST)
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/milepost bench --out benchmarks/results/$(BENCH) $(BENCH_ARGS)
 
 docs: $(TEST)
 	$(BIN)/python docs/build.py
@@ -66,4 +68,4 @@ stretch-real: $(TEST)
 clean:
 	rm -rf $(VENV) build dist demo stretch-real .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	rm -rf src/*.egg-info src/milepost/attention/_kernel*
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -16,7 +16,7 @@ import typer
 
 from milepost.cli.errors import explain
 
-COMMANDS = ("compare", "train", "eval", "doctor", "export", "stretch", "list", "show", "env")
+COMMANDS = ("compare", "train", "eval", "doctor", "export", "stretch", "bench", "list", "show", "env")
 """Modules of this package, in the order of the help. Each has `register(app)`."""
 
 DONE, FAILED, USAGE = 0, 1, 2

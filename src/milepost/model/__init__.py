@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from milepost.model.cache import BoundedCache, DecodingCache, bounded_cache
 from milepost.model.config import MilepostConfig
 from milepost.model.cross import CrossAttention
 from milepost.model.decoder import Attention, Block, FeedForward, MilepostForCausalLM, MilepostModel
@@ -22,9 +23,12 @@ AutoModelForCausalLM.register(MilepostConfig, MilepostForCausalLM, exist_ok=True
 __all__ = [
     "Attention",
     "Block",
+    "BoundedCache",
     "CrossAttention",
+    "DecodingCache",
     "FeedForward",
     "MilepostConfig",
     "MilepostForCausalLM",
     "MilepostModel",
+    "bounded_cache",
 ]

@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from milepost.attention import attend
 from milepost.encoding import Encoding
+from milepost.model.cache import DecodingCache, known_bound
 from milepost.model.config import MilepostConfig
 from milepost.model.inputs import all_tokens, is_static, padding_of, positions_of, to_capacity
 from milepost.model.layout import lay_out
@@ -45,7 +46,8 @@ class Attention(nn.Module):
                 k, v = k[:, :, : positions.num_keys], v[:, :, : positions.num_keys]
         prepared = cache is not None and terms.rotated_keys_cacheable
         dropout = self.dropout if self.training else 0.0
-        out = attend(q, k, v, positions, terms, dropout=dropout, prepared=prepared)
+        bound = known_bound(cache, self.layer, q, terms)
+        out = attend(q, k, v, positions, terms, dropout=dropout, prepared=prepared, key_bound=bound)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -204,7 +206,8 @@ class MilepostModel(MilepostPreTrainedModel):
             input_ids: ``(B, Q)`` new tokens; or ``inputs_embeds`` ``(B, Q, width)``.
             attention_mask: ``(B, K)``, 0 = padding, over cached and new tokens.
             position_ids: ``(B, K)`` of all tokens, where they are not the count of tokens (slower: tables need that).
-            cache: a ``DynamicCache`` or ``StaticCache``; ``use_cache=True`` makes the former.
+            cache: a ``DynamicCache`` or ``StaticCache``; ``use_cache=True`` makes a
+                :class:`~milepost.model.cache.DecodingCache`, a faster one of the former kind.
             token_type_ids: ``(B, Q)`` segments, for encodings that read them.
             document_ids: ``(B, K)`` for packed rows: attention and positions stay inside a document.
             context_tokens: ``(B, K)`` ids of all tokens; needed with a cache by encodings that read tokens.
@@ -217,7 +220,7 @@ class MilepostModel(MilepostPreTrainedModel):
             raise ValueError("give input_ids or inputs_embeds, one of them")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and cache is None:
-            cache = DynamicCache()
+            cache = DecodingCache(self.config.num_layers)
         positions = positions_of(x, cache, attention_mask, position_ids, document_ids, padding_side, self.config)
         if token_type_ids is not None:
             positions = replace(positions, query_segment=token_type_ids)
@@ -294,6 +297,16 @@ class MilepostForCausalLM(MilepostPreTrainedModel, GenerationMixin):
         states = outputs.hidden_states
         output = CausalLMOutputWithPast(loss=loss, logits=logits, cache=outputs.cache, hidden_states=states)
         return output.to_tuple() if return_dict is False else output
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """A :class:`DecodingCache` where `generate` would make a ``DynamicCache``."""
+        given = model_kwargs.get("cache")
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        made = model_kwargs.get("cache")
+        if made is not None and made is not given and type(made) is DynamicCache and not made.offloading:
+            model_kwargs["cache"] = DecodingCache(self.config.num_layers)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> None:
         """None: the forward pass counts them from the mask, and so knows that they are plain."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from milepost.model.cache import BoundedCache
 from milepost.model.config import MilepostConfig
 from milepost.positions import Positions
 
@@ -32,6 +33,8 @@ def positions_of(
     config: MilepostConfig,
 ) -> Positions:
     """Where the new tokens ``x`` and all keys stand. A static cache's start stays on the device."""
+    if isinstance(cache, BoundedCache):
+        return _bounded_positions(x, cache, mask, position_ids, document_ids, config)
     queries, device = x.shape[1], x.device
     start: int | Tensor = 0 if cache is None else cache.get_seq_length()
     static = isinstance(start, Tensor)
@@ -72,6 +75,39 @@ def positions_of(
         mask, side=side, queries=queries, query_start=start, position_ids=position_ids, **known
     )
     return replace(positions, length=positions.query[:, -1] + 1) if static else positions
+
+
+def _bounded_positions(
+    x: Tensor,
+    cache: BoundedCache,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    document_ids: Tensor | None,
+    config: MilepostConfig,
+) -> Positions:
+    """The same where the oldest tokens are gone: slots count from the first key that is held, positions go on."""
+    if position_ids is not None or document_ids is not None:
+        raise ValueError("a bounded cache goes with neither position_ids nor document_ids: use the usual cache")
+    start, dropped, queries = cache.get_seq_length(), cache.dropped, x.shape[1]
+    keys = start + queries
+    before: int | Tensor = dropped
+    if mask is not None:
+        if mask.shape[1] != keys:
+            raise ValueError(f"attention_mask covers all {keys} tokens, cached and new; got shape {tuple(mask.shape)}")
+        if padding_of(mask) == "holes":
+            raise ValueError(
+                "a bounded cache drops keys by their place, and in a mask with holes tokens are nearer than their "
+                "places: pad the prompts on the left, or use the usual cache"
+            )
+        before, mask = mask[:, :dropped].sum(-1, keepdim=True), mask[:, dropped:]
+    known: dict[str, Any] = {"causal": True, "trained_length": config.trained_length}
+    side = "none" if mask is None else padding_of(mask)
+    if mask is None or side == "none":
+        positions = Positions.full(keys - dropped, queries=queries, device=x.device, **known)
+    else:
+        positions = Positions.from_mask(mask, side=side, queries=queries, **known)
+    shifted = positions.query + before, positions.key + before, positions.length + torch.as_tensor(before).view(-1)
+    return replace(positions, query=shifted[0], key=shifted[1], length=shifted[2].to(x.device))
 
 
 def all_tokens(tokens: Tensor | None, positions: Positions, cache: Cache | None) -> Tensor:

@@ -318,10 +318,13 @@ class Attachment:
             )
         if s_aux is not None:
             raise ValueError(f"{type(self.model).__name__} has attention sinks (s_aux), which attach does not serve")
-        terms = call.terms[int(module.layer_idx)]  # type: ignore[arg-type]
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        terms = call.terms[layer]
+        bound = None if terms.bias is None else _key_bound(self._pass.get("cache"), layer, k)
         out = attend(
-            q, k, v, call.positions, terms, scale=scaling, dropout=dropout, softcap=softcap, backend=self.backend
-        )
+            q, k, v, call.positions, terms, scale=scaling, dropout=dropout, softcap=softcap, backend=self.backend,
+            key_bound=bound,
+        )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None
 
 
@@ -385,6 +388,13 @@ def detach(model: Any) -> None:
     attachment = _ATTACHED.get(model)
     if attachment is not None:
         attachment.detach()
+
+
+def _key_bound(cache: Any, layer: int, k: Tensor) -> Tensor | None:
+    """What no key's norm exceeds, where the caller gave a cache that knows it of these very keys (`DecodingCache`)."""
+    layers = getattr(cache, "layers", ())
+    held: Any = layers[layer] if layer < len(layers) else None
+    return held.key_bound() if hasattr(held, "key_bound") and held.keys is k else None
 
 
 def _side(mask: Tensor) -> str | None:

@@ -5,6 +5,7 @@ Needs nothing but the standard library and a C++ compiler (``$CXX``, g++, c++ or
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import shutil
@@ -46,6 +47,11 @@ def compiler() -> list[str] | None:
     return None
 
 
+def source_hash() -> str:
+    """SHA-256 of `kernel.cpp`: a library carries that of the source it was compiled from."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+
+
 def build(target: Path | str, *, extra: list[str] | None = None, command: list[str] | None = None) -> Path | None:
     """Compile `kernel.cpp` into ``target/_kernel.so`` and return its path; None where there is no compiler.
 
@@ -61,7 +67,7 @@ def build(target: Path | str, *, extra: list[str] | None = None, command: list[s
     path = Path(target) / LIBRARY
     with tempfile.TemporaryDirectory() as place:
         jobs: dict[str, list[str]] = {name: [f"-DMILEPOST_ISA={name}", *more] for name, more in sets.items()}
-        jobs["interface"] = []
+        jobs["interface"] = [f'-DMILEPOST_SOURCE="{source_hash()}"']
         objects = []
         running = []
         for name, more in jobs.items():

@@ -203,6 +203,34 @@ INLINE uint16_t to_bfloat16(float x) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
+typedef uint16_t Halves __attribute__((vector_size(W * 2)));
+typedef uint16_t LooseHalves __attribute__((vector_size(W * 2), aligned(2), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(W * 4)));
+
+INLINE Vec load_as(const float *p) { return load(p); }
+INLINE void store_as(float *p, Vec x) { store(p, x); }
+
+INLINE Vec load_as(const uint16_t *p) {
+    const Halves halves = *(const LooseHalves *)p;
+    const Bits bits = __builtin_convertvector(halves, Bits) << 16;
+    Vec x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE void store_as(uint16_t *p, Vec x) {
+    Bits bits;
+    memcpy(&bits, &x, sizeof bits);
+    const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const Bits nan = ((bits & 0x7fffffffu) > 0x7f800000u) ? (Bits){} + 0x7fc0u : rounded;
+    *(LooseHalves *)p = __builtin_convertvector(nan, Halves);
+}
+
+INLINE float one(float x) { return x; }
+INLINE float one(uint16_t x) { return from_bfloat16(x); }
+INLINE void put(float *p, float x) { *p = x; }
+INLINE void put(uint16_t *p, float x) { *p = to_bfloat16(x); }
+
 INLINE int64_t place(const View &view, int64_t batch, int64_t head, int64_t row) {
     return batch * view.batch + head * view.head + row * view.row;
 }
@@ -287,20 +315,21 @@ APART void pack_rows(float *to, const View &view, int64_t batch, int64_t head, i
         read_row(to + i * padded, view.data, from + i * view.row, dtype, size, padded, scale);
 }
 
-float norm_of(const void *data, int64_t at, int64_t dtype, int64_t size) {
+template <class T>
+INLINE float norm_of_row(const T *x, int64_t size) {
     Vec sums = {};
     float rest = 0.0f;
     int64_t i = 0;
-    if (dtype == FLOAT32)
-        for (; i + W <= size; i += W) {
-            Vec x = load((const float *)data + at + i);
-            sums += x * x;
-        }
-    for (; i < size; i++) {
-        float x = dtype == FLOAT32 ? ((const float *)data)[at + i] : from_bfloat16(((const uint16_t *)data)[at + i]);
-        rest += x * x;
+    for (; i + W <= size; i += W) {
+        const Vec some = load_as(x + i);
+        sums += some * some;
     }
+    for (; i < size; i++) rest += one(x[i]) * one(x[i]);
     return sqrtf(sum_of(sums) + rest);
+}
+
+float norm_of(const void *data, int64_t at, int64_t dtype, int64_t size) {
+    return dtype == FLOAT32 ? norm_of_row((const float *)data + at, size) : norm_of_row((const uint16_t *)data + at, size);
 }
 
 // ---- the one matrix product: acc[r][:] += sum over t of a[r * row_step + t * step] * b[t * width ...] ------------------
@@ -506,21 +535,31 @@ APART void forward_tile(const Shared *s, const Row *rows, const float *q, const 
 }
 
 // The same straight from the keys' own rows: for few rows, which would not repay a packed copy.
-APART void forward_dots(const Shared *s, const Row *rows, int64_t count, const float *q, const float *keys, int64_t key_step,
-                  int64_t key, int64_t from, int64_t end, float *to) {
-    const int64_t size = s->call.size;
-    const float scale = (float)s->call.scale * LOG2E;
+// Meanwhile the rows that are needed next are fetched: this block's values, and the keys of the block to come.
+template <class T>
+APART void forward_dots(const Shared *s, const Row *rows, int64_t count, const float *q, int64_t batch, int64_t key_head,
+                        int64_t key, int64_t from, int64_t end, int64_t coming, float *to) {
+    enum { LINE = 64 / sizeof(T) };  // of the cache
+    const Call &c = s->call;
+    const T *keys = (const T *)c.k.data + place(c.k, batch, key_head, key);
+    const T *next = (const T *)c.k.data + place(c.k, batch, key_head, coming);
+    const T *values = (const T *)c.v.data + place(c.v, batch, key_head, key);
+    const int64_t size = c.size, last = c.keys - 1 - key;  // rows past the end are read as the last one, and hidden
+    const float scale = (float)c.scale * LOG2E;
     for (int64_t j = from / W * W; j < end; j += W) {
-        const int64_t last = s->call.keys - 1 - key;  // rows past the end are read as the last one, and hidden
         const Vec at = count_up() + (float)j;
-        const float *starts[W];
-        UNROLL for (int i = 0; i < W; i++) starts[i] = keys + least(j + i, last) * key_step;
+        const T *starts[W];
+        UNROLL for (int i = 0; i < W; i++) starts[i] = keys + least(j + i, last) * c.k.row;
+        for (int64_t i = j; i < j + W; i++) {
+            for (int64_t d = 0; d < c.value_size; d += LINE) __builtin_prefetch(values + i * c.v.row + d, 0, 2);
+            for (int64_t d = 0; d < size; d += LINE) __builtin_prefetch(next + i * c.k.row + d, 0, 2);
+        }
         for (int64_t r = 0; r < count; r++) {
             const float *mine = q + r * s->padded;
             Vec sums[W];
             UNROLL for (int i = 0; i < W; i++) {  // row after row, as they lie in memory
-                sums[i] = load(mine) * load(starts[i]);
-                for (int64_t d = W; d < size; d += W) sums[i] += load(mine + d) * load(starts[i] + d);
+                sums[i] = load(mine) * load_as(starts[i]);
+                for (int64_t d = W; d < size; d += W) sums[i] += load(mine + d) * load_as(starts[i] + d);
             }
             transpose(sums);
             UNROLL for (int half = W / 2; half > 0; half /= 2)
@@ -625,7 +664,7 @@ void forward(Shared *s, int64_t task, char *scratch) {
             order[slot] = b;
         }
 
-    const bool few = total <= FEW_ROWS && c.dtype == FLOAT32 && c.size % W == 0 && c.value_size % W == 0;
+    const bool few = total <= FEW_ROWS && c.size % W == 0 && c.value_size % W == 0;
     for (int64_t n = 0; n < blocks; n++) {
         const int64_t key = order[n] * BLOCK, key_end = least(key + BLOCK, c.keys);
         const float reach = s->skip ? key_reach(s, pair, key / TILE, key / TILE + BLOCK / TILE) : 0.0f;
@@ -639,24 +678,29 @@ void forward(Shared *s, int64_t task, char *scratch) {
             used_end = most(used_end, least(strip.hi, key_end));
         }
         if (!num_live) continue;
-        const float *key_rows = (const float *)c.k.data + place(c.k, batch, key_head, key);
-        const float *value_rows = values;
-        int64_t value_step = s->value_padded;
+        const bool straight = few && c.dtype == FLOAT32;
+        const float *value_rows = straight ? (const float *)c.v.data + place(c.v, batch, key_head, key) : values;
+        const int64_t value_step = straight ? c.v.row : s->value_padded;
         if (few) {
-            value_rows = (const float *)c.v.data + place(c.v, batch, key_head, key);
-            value_step = c.v.row;
+            const int64_t coming = order[n + 1 < blocks ? n + 1 : n] * BLOCK;
             for (int64_t i = 0; i < num_live; i++) {
                 const Strip &strip = strips[live[i]];
                 const int64_t from = most(strip.lo, key) - key, to = least(strip.hi, key_end) - key;
                 float *logit = weight + strip.row * BLOCK;
                 for (int64_t r = 0; r < strip.rows; r++)
                     for (int64_t j = from / TILE * TILE; j < round_up(to, TILE); j++) logit[r * BLOCK + j] = -INFINITY;
-                forward_dots(s, rows + strip.row, strip.rows, q + strip.row * s->padded, key_rows, c.k.row, key, from,
-                             to, logit);
+                const float *mine = q + strip.row * s->padded;
+                if (c.dtype == FLOAT32)
+                    forward_dots<float>(s, rows + strip.row, strip.rows, mine, batch, key_head, key, from, to, coming, logit);
+                else
+                    forward_dots<uint16_t>(s, rows + strip.row, strip.rows, mine, batch, key_head, key, from, to, coming,
+                                           logit);
             }
-        } else {
+        }
+        if (!straight)
             pack_rows(values + (used - key) * s->value_padded, c.v, batch, key_head, used, used_end - used, c.dtype,
                       c.value_size, s->value_padded, 1.0f);
+        if (!few)
             for (int64_t tile = key; tile < key_end; tile += TILE) {
                 if (tile >= used_end || tile + TILE <= used) continue;
                 pack_transposed(keys, c.k, batch, key_head, tile, least(TILE, c.keys - tile), c.dtype, c.size,
@@ -669,7 +713,6 @@ void forward(Shared *s, int64_t task, char *scratch) {
                     FOR_ROWS(strip.rows, forward_tile<ROWS>(s, rows + strip.row, mine, keys, tile, to))
                 }
             }
-        }
         for (int64_t i = 0; i < num_live; i++) {
             const Strip &strip = strips[live[i]];
             const int64_t from = most(strip.lo, key) - key, to = least(strip.hi, key_end) - key;
@@ -926,34 +969,6 @@ void finish_table(Shared *s, int64_t head, char *) {
 }
 
 // ---- rotation --------------------------------------------------------------------------------------------------------
-
-typedef uint16_t Halves __attribute__((vector_size(W * 2)));
-typedef uint16_t LooseHalves __attribute__((vector_size(W * 2), aligned(2), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(W * 4)));
-
-INLINE Vec load_as(const float *p) { return load(p); }
-INLINE void store_as(float *p, Vec x) { store(p, x); }
-
-INLINE Vec load_as(const uint16_t *p) {
-    const Halves halves = *(const LooseHalves *)p;
-    const Bits bits = __builtin_convertvector(halves, Bits) << 16;
-    Vec x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-INLINE void store_as(uint16_t *p, Vec x) {
-    Bits bits;
-    memcpy(&bits, &x, sizeof bits);
-    const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const Bits nan = ((bits & 0x7fffffffu) > 0x7f800000u) ? (Bits){} + 0x7fc0u : rounded;
-    *(LooseHalves *)p = __builtin_convertvector(nan, Halves);
-}
-
-INLINE float one(float x) { return x; }
-INLINE float one(uint16_t x) { return from_bfloat16(x); }
-INLINE void put(float *p, float x) { *p = x; }
-INLINE void put(uint16_t *p, float x) { *p = to_bfloat16(x); }
 
 template <class T>
 INLINE void rotate_half(T *to, const T *x, const float *cos, const float *sin, int64_t pairs) {
@@ -1219,8 +1234,8 @@ using namespace milepost;
 
 extern "C" {
 
-// The layout of `Call` and the meaning of its members; the caller compares both.
-EXPORT int64_t milepost_version() { return 4; }
+// What this library was compiled from, and the size of its records; the caller compares both.
+EXPORT const char *milepost_source() { return MILEPOST_SOURCE; }
 EXPORT int64_t milepost_call_size() { return (int64_t)(sizeof(Call) + sizeof(Turn)); }
 
 // The best instruction set of this processor (name = ""), or the named one; NULL if the processor lacks it.

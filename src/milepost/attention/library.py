@@ -20,7 +20,6 @@ from torch import Tensor
 from milepost.attention.tiles import outside_the_table
 
 DIRECTORY = Path(__file__).resolve().parent
-VERSION = 4
 HOW_TO_GET_IT = "compile it with `python -m milepost.attention.build` (needs g++ or clang++)"
 
 
@@ -62,7 +61,7 @@ class Kernel:
 
 
 def call_size() -> int:
-    """Bytes of the records that calls pass to the library: part of its version."""
+    """Bytes of the records that calls pass to the library."""
     return ctypes.sizeof(_Call) + ctypes.sizeof(_Turn)
 
 
@@ -164,12 +163,14 @@ def _load(wanted: str, path: str) -> Kernel | str:
         return "it is switched off by MILEPOST_KERNEL=off"
     if wanted not in ("", "avx512", "avx2", "portable"):
         return f"MILEPOST_KERNEL={wanted!r} is none of avx512, avx2, portable, off"
-    file = Path(path) if path else DIRECTORY / "_kernel.so"
+    from milepost.attention import build  # a program of its own, too: `python -m` wants it not yet imported
+
+    file = Path(path) if path else DIRECTORY / build.LIBRARY
     if not file.exists():
         return f"{file.name} is not there: {HOW_TO_GET_IT}"
     try:
         library = ctypes.CDLL(str(file))
-        library.milepost_version.restype = ctypes.c_int64
+        library.milepost_source.restype = ctypes.c_char_p
         library.milepost_call_size.restype = ctypes.c_int64
         library.milepost_instruction_set.restype = ctypes.c_char_p
         library.milepost_instruction_set.argtypes = [ctypes.c_char_p]
@@ -180,8 +181,8 @@ def _load(wanted: str, path: str) -> Kernel | str:
         library.milepost_rotate.argtypes = [ctypes.POINTER(_Turn), ctypes.c_char_p]
     except (OSError, AttributeError) as error:
         return f"{file.name} could not be loaded ({error}): {HOW_TO_GET_IT}"
-    if library.milepost_version() != VERSION or library.milepost_call_size() != call_size():
-        return f"{file.name} was compiled from another version of milepost: {HOW_TO_GET_IT}"
+    if library.milepost_source() != build.source_hash().encode() or library.milepost_call_size() != call_size():
+        return f"{file.name} was compiled from another kernel.cpp than the one here: {HOW_TO_GET_IT}"
     name = library.milepost_instruction_set(wanted.encode())
     if name is None:
         return f"this processor does not have {wanted} (MILEPOST_KERNEL={wanted})"

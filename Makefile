@@ -53,7 +53,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Hours, unless BENCH_ARGS chooses: make bench BENCH_ARGS='--groups forward --lengths 1024'
+# An hour or two, unless BENCH_ARGS chooses: make bench BENCH_ARGS='--groups forward --lengths 1024'
 bench: $(TEST)
 	$(BIN)/milepost bench --out benchmarks/results/$(BENCH) $(BENCH_ARGS)
 

@@ -105,6 +105,7 @@ def decoding(length: int, dtype: torch.dtype) -> list[Racer]:
             best = implementation == implementations[0]
             add(f"milepost {implementation}, known bound", bias, direct(implementation, bound), ours=True, best=best)
             add(f"milepost {implementation}", bias, direct(implementation, None), ours=True)
+        add("milepost attend, known bound", bias, lambda: attend(q, k, v, positions, terms, key_bound=bound), ours=True)
         add("milepost attend", bias, lambda: attend(q, k, v, positions, terms), ours=True)
         add("sdpa + row of biases", bias, lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=row))
         add(

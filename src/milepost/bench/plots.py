@@ -26,8 +26,8 @@ FORWARD: dict[Key, str] = {
 }
 TRAINING: dict[Key, str] = {
     ("milepost native", "kerple-log", True): "milepost, KERPLE, learned",
-    ("milepost native", "kerple-log", False): "milepost, KERPLE, fixed",
     ("milepost native", "alibi", False): "milepost, ALiBi",
+    ("milepost native", "kerple-log", False): "milepost, KERPLE, fixed",
     ("milepost blocked", "kerple-log", True): "milepost without a compiler, KERPLE, learned",
     ("sdpa + prebuilt mask", "kerple-log", False): "SDPA + prebuilt mask, fixed",
     ("sdpa + mask built each call", "kerple-log", True): "SDPA + mask built each call, learned",

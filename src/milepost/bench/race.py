@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,12 @@ def race(
     time of the best contender with the same bias this one takes.
     """
     errors: dict[int, float] = {}
-    running: list[int] = []
+    warm: dict[int, float] = {}
     for index, racer in enumerate(racers):
         progress(0.3 * index / len(racers), "warming up")
         if racer.call is None:
             continue
+        begin = clock()
         try:
             found = racer.call()
         except Exception as error:
@@ -74,10 +75,11 @@ def race(
                 raise
             racer.absent = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             continue
+        warm[index] = clock() - begin
         if racer.error is not None:
             errors[index] = racer.error(found)
-        running.append(index)
-    times = _times(racers, running, clock, rounds, progress)
+    running = list(warm)
+    times = _times(racers, warm, clock, rounds, progress)
     best = {racers[index].pair: index for index in running if racers[index].best}
     floor = next((index for index in running if racers[index].floor), None)
     rows = []
@@ -106,15 +108,15 @@ def race(
 
 def _times(
     racers: Sequence[Racer],
-    running: Sequence[int],
+    warm: Mapping[int, float],
     clock: Callable[[], float],
     rounds: int,
     progress: Callable[[float, str], None],
 ) -> dict[int, list[float]]:
-    """Index -> seconds of a call in each round."""
-    calls = {index: racers[index].call for index in running}
-    repeats = {index: _repeats(call, clock) for index, call in calls.items() if call is not None}
-    times: dict[int, list[float]] = {index: [] for index in running}
+    """Index -> seconds of a call in each round. warm: index -> seconds of its first call."""
+    calls = {index: racers[index].call for index in warm}
+    repeats = {index: _repeats(call, warm[index], clock) for index, call in calls.items() if call is not None}
+    times: dict[int, list[float]] = {index: [] for index in warm}
     done = 0
     for _ in range(rounds):
         for index, call in calls.items():
@@ -124,11 +126,13 @@ def _times(
                 call()
             times[index].append(racers[index].share * (clock() - begin) / repeats[index])
             done += 1
-            progress(0.3 + 0.7 * done / (rounds * len(running)), "measuring")
+            progress(0.3 + 0.7 * done / (rounds * len(warm)), "measuring")
     return times
 
 
-def _repeats(call: Callable[[], object], clock: Callable[[], float]) -> int:
+def _repeats(call: Callable[[], object], first: float, clock: Callable[[], float]) -> int:
+    if first > 20 * SHORTEST:  # so long that it is no quick call, however slow the first one was
+        return 1
     begin = clock()
     call()
     return max(1, min(MOST_REPEATS, round(SHORTEST / max(clock() - begin, 1e-6))))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import io
 import re
 from typing import Any
@@ -65,6 +66,23 @@ def test_tables_hold_every_method_length_and_measure(results: dict[str, Any]) ->
     assert groups == ["", "", "trained", "longer", "longer", ""]
     assert "768 targets" in made["perplexity-windows"].caption and "6 documents" in made["perplexity-windows"].caption
     assert "48 targets" in made["perplexity-last"].caption
+
+
+def test_one_document_gives_no_interval(results: dict[str, Any]) -> None:
+    alone = copy.deepcopy(results)
+    for table in alone["summary"]["perplexity"].values():
+        table["documents"] = 1
+        for cell in table["cells"]:
+            cell.update(low=None, high=None, spread=None)
+    for pair in alone["summary"]["pairs"]:
+        pair.update(low=None, high=None)
+    made = {table.name: table for table in tables(alone)}
+    for name in ("perplexity-windows", "pairs"):
+        assert not any("±" in cell.detail for row in made[name].rows for cell in row)
+    assert "of one document" in made["perplexity-windows"].caption
+    gaps = [cell.text for row in made["pairs"].rows for cell in row[1:]]
+    assert gaps and all(text.endswith("?") for text in gaps)
+    assert figures(alone)
 
 
 def test_the_best_of_a_column_is_the_smallest_perplexity(results: dict[str, Any]) -> None:

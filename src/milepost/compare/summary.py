@@ -82,15 +82,14 @@ def _perplexity(
         for (measure, length), seeds in found.items():
             table = tables.setdefault(measure, {"targets": seeds[0].targets, "documents": 0, "cells": []})
             table["documents"] = len(set(seeds[0].documents.tolist()))
-            interval = bootstrap_mean(_mean_nats(seeds), seeds[0].counts, seeds[0].documents)
+            mean = bootstrap_mean(_mean_nats(seeds), seeds[0].counts, seeds[0].documents)
             _, spread = mean_and_spread([loss.perplexity for loss in seeds])
             table["cells"].append(
                 {
                     "method": method,
                     "length": length,
-                    "value": safe_exp(interval.value),
-                    "low": safe_exp(interval.low),
-                    "high": safe_exp(interval.high),
+                    "value": safe_exp(mean.value),
+                    **{name: None if end is None else safe_exp(end) for name, end in mean.ends().items()},
                     "spread": spread,
                     "in_range": length <= train_length,
                 }
@@ -170,8 +169,7 @@ def _pairs(
                     "a": a,
                     "b": b,
                     "difference": gap.value,
-                    "low": gap.low,
-                    "high": gap.high,
+                    **gap.ends(),
                 }
             )
     return rows

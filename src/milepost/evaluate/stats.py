@@ -22,6 +22,10 @@ class Interval:
     low: float
     high: float
 
+    def ends(self) -> dict[str, float | None]:
+        """``low`` and ``high`` for a JSON file, which knows no infinity: None where the interval has no end."""
+        return {name: end if math.isfinite(end) else None for name, end in (("low", self.low), ("high", self.high))}
+
 
 def _clusters(sums: npt.ArrayLike, counts: npt.ArrayLike, groups: npt.ArrayLike) -> tuple[Floats, Floats]:
     """Sums and counts by group (document), in the order of the groups' numbers."""
@@ -51,13 +55,15 @@ def bootstrap_mean(
     """The mean loss sum(sums) / sum(counts), with a percentile interval from resampling whole documents.
 
     Targets of one document are alike, so documents are what is drawn: drawing tokens would give intervals that are far
-    too narrow. With one document alone the interval is that value.
+    too narrow. One document says nothing of others: its interval reaches from -inf to inf.
 
     sums, counts, groups: (R,) loss in nats, number of targets and document of each region.
     Raises ValueError for lengths that differ or counts that are not positive.
     """
     totals, weights = _clusters(sums, counts, groups)
     value = float(totals.sum() / weights.sum())
+    if len(totals) == 1:
+        return Interval(value, -math.inf, math.inf)
     draws = _draws(len(totals), resamples, seed)
     means = totals[draws].sum(1) / weights[draws].sum(1)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])

@@ -222,7 +222,7 @@ def _lines(cells: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[tuple
 def _bands(cells: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float], list[float]]]:
     bands: dict[str, tuple[list[float], list[float], list[float]]] = {}
     for cell in sorted(cells, key=lambda cell: cell["length"]):
-        if all(math.isfinite(cell[key]) for key in ("low", "high")):
+        if all(cell[key] is not None and math.isfinite(cell[key]) for key in ("low", "high")):
             x, low, high = bands.setdefault(cell["method"], ([], [], []))
             x.append(cell["length"])
             low.append(cell["low"])

@@ -214,8 +214,8 @@ def _perplexity_table(results: Mapping[str, Any], measure: str) -> Table:
             if cell is None:
                 line.append(Cell("–"))
                 continue
-            half = cell["spread"] if cell["spread"] is not None else (cell["high"] - cell["low"]) / 2
-            detail = f"±{_like(half, cell['value'])}" if math.isfinite(half) else ""
+            half = cell["spread"] if cell["spread"] is not None else _half(cell)
+            detail = f"±{_like(half, cell['value'])}" if half is not None and math.isfinite(half) else ""
             line.append(Cell(number(cell["value"]), detail, number(cell["value"]) == number(best[length])))
         if speed:
             line.append(Cell(f"{speed[method]['train_tokens_per_second']:,.0f}" if method in speed else ""))
@@ -224,6 +224,8 @@ def _perplexity_table(results: Mapping[str, Any], measure: str) -> Table:
         "standard deviation over seeds"
         if several
         else f"half of a 95 % bootstrap interval over {table['documents']} documents"
+        if table["documents"] > 1
+        else "unknown, of one document"
     )
     refusal = "; – the encoding refuses that length" if len(cells) < len(rows) * len(lengths) else ""
     caption = (
@@ -233,6 +235,12 @@ def _perplexity_table(results: Mapping[str, Any], measure: str) -> Table:
     return Table(
         MEASURE_TITLES.get(measure, measure), tuple(columns), tuple(rows), caption, name=f"perplexity-{measure}"
     )
+
+
+def _half(interval: Mapping[str, Any]) -> float | None:
+    """Half the width of an interval; None where it has no ends."""
+    low, high = interval["low"], interval["high"]
+    return None if low is None or high is None else (high - low) / 2
 
 
 def _passkey_table(results: Mapping[str, Any]) -> Table:
@@ -284,14 +292,14 @@ def _pairs_table(results: Mapping[str, Any]) -> Table:
             if pair is None:
                 line.append(Cell("–"))
                 continue
-            gap, half = -pair["difference"], (pair["high"] - pair["low"]) / 2
-            settled = pair["low"] > 0 or pair["high"] < 0
-            line.append(Cell(f"{gap:+.3f}" + ("" if settled else " ?"), f"±{half:.3f}"))
+            gap, half = -pair["difference"], _half(pair)
+            settled = half is not None and (pair["low"] > 0 or pair["high"] < 0)
+            line.append(Cell(f"{gap:+.3f}" + ("" if settled else " ?"), "" if half is None else f"±{half:.3f}"))
         rows.append(tuple(line))
     caption = (
         f"Loss minus that of {first}, in nats a token, on the same targets "
         f"({MEASURE_TITLES.get(measure, measure).lower()}): above 0 is worse. "
-        f"± half of a 95 % bootstrap interval over documents; ? the interval holds 0."
+        f"± half of a 95 % bootstrap interval over documents; ? the interval holds 0, or there is but one document."
     )
     columns = (Column("method", left=True), *(Column(_length(length)) for length in lengths))
     return Table(f"Paired difference to {first}", columns, tuple(rows), caption, name="pairs")

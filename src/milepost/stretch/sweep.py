@@ -233,7 +233,7 @@ def _ranking(summary: Mapping[str, Any], target: int) -> list[dict[str, Any]]:
         rank = place + 1
         for before in rows:
             pair = pairs.get((before["method"], entry["method"]))
-            if pair is not None and pair["low"] <= 0 <= pair["high"]:
+            if pair is not None and (pair["low"] is None or pair["low"] <= 0 <= pair["high"]):
                 rank = min(rank, before["rank"])
                 break
         rows.append({"rank": rank, "method": entry["method"]})

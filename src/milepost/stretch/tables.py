@@ -45,14 +45,19 @@ def _ranking(results: Mapping[str, Any]) -> Table:
             Cell(str(row["rank"])),
             Cell(name),
             Cell(number(here["value"])),
-            Cell(number(there["value"]), f"[{number(there['low'])}, {number(there['high'])}]", row["rank"] == 1),
+            Cell(number(there["value"]), _ends(there), row["rank"] == 1),
         ]
         if passkey:
             share = passkey.get((name, target))
             line.append(Cell("–" if share is None else f"{share:.2f}"))
         rows.append((*line, Cell(str(usable["length"])), Cell(usable["reason"])))
-    caption = f"{results['verdict']} In brackets: 95 % bootstrap interval over documents. Equal ranks are not settled."
+    bracket = "" if there["low"] is None else " In brackets: 95 % bootstrap interval over documents."
+    caption = f"{results['verdict']}{bracket} Equal ranks are not settled."
     return Table("Ranking", columns, tuple(rows), caption, name="ranking")
+
+
+def _ends(cell: Mapping[str, Any]) -> str:
+    return "" if cell["low"] is None or cell["high"] is None else f"[{number(cell['low'])}, {number(cell['high'])}]"
 
 
 def _depths(results: Mapping[str, Any]) -> Table:

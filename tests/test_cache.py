@@ -205,6 +205,7 @@ def test_generation_hands_on_a_bound_that_holds(options: dict[str, Any], monkeyp
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     monkeypatch.setattr(decoder, "attend", watched)
+    monkeypatch.setattr("milepost.model.cache.FEW_KEYS", 1)
     out = model.generate(
         ids, attention_mask=mask, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, eos_token_id=None,
         **options,

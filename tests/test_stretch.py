@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from milepost.data import byte_tokenizer, load_corpus
-from milepost.encodings.frequencies import from_config
-from milepost.stretch import Settings, plan, resolve_target, stretch, usable_length
+from milepost.encodings.frequencies import LongRope, from_config
+from milepost.stretch import Settings, plan, resolve_target, run, stretch, usable_length
+from milepost.stretch.folder import said_by_config
+from milepost.stretch.search import UNSCALED
 from milepost.stretch.settings import SettingsError
 from milepost.stretch.usable import judge
 
@@ -186,6 +188,27 @@ def test_the_longrope_search_stays_in_its_bounds(model_folder: Path, texts: Path
     factors = found["long_factor"]
     assert found == again and len(factors) == 4
     assert all(1.0 <= x <= 2.5 for x in factors) and list(factors) == sorted(factors)
+    assert found["unscaled_tokens"] == 0  # what a configuration can store
+    moved = [search_factors(model, corpus, settings, 64, 128, regions=1, unscaled=among) for among in ((4,), (4, 8))]
+    assert moved[0]["unscaled_tokens"] == 4 and moved[1]["unscaled_tokens"] in (4, 8)
+
+
+@pytest.mark.parametrize("tokens", ["8", "search"])
+def test_first_tokens_left_unscaled_are_searched_and_not_written(
+    model_folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: str
+) -> None:
+    settings = micro(model_folder, texts, generations=1, population=4)
+    method = plan([f"longrope-search:unscaled_tokens={tokens}"], trained=64, target=128, base=5000.0)[1]
+    job = {"settings": settings.to_dict(), "method": method.to_dict(), "trained": 64, "target": 128, "steps": 0}
+    monkeypatch.setattr(run, "measure", lambda *_: {})
+    done = run.perform({**job, "label": method.label}, tmp_path, tmp_path, lambda *_, **__: None)
+    options = done["plan"]["options"]
+    found = options["unscaled_tokens"]
+    assert found == 8 if tokens == "8" else found in UNSCALED and found < 64
+    for first in (found, 0):
+        lists = {**options, "unscaled_tokens": first}
+        frequencies = LongRope(rotary_dim=8, base=5000.0, trained_length=64, **lists)
+        assert said_by_config(frequencies, 64, 128, 8) == (first == 0)
 
 
 def test_a_killed_stretch_goes_on(model_folder: Path, texts: Path, tmp_path: Path) -> None:

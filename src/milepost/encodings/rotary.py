@@ -281,6 +281,10 @@ def frequency_method(
 def _fitting(method: Any, rotary_dim: int, base: float) -> FrequencyMethod:
     if not isinstance(method, FrequencyMethod):
         raise ValueError(f"scaling is a frequency method, its name or a mapping; got {type(method).__name__}")
+    if getattr(method, "unscaled_tokens", 0):
+        raise ValueError(
+            "unscaled_tokens is a property of positions, which a scaling cannot express: use the encoding longrope"
+        )
     if method.rotary_dim != rotary_dim:
         raise ValueError(
             f"the frequency method rotates {method.rotary_dim} channels, the encoding {rotary_dim}: "

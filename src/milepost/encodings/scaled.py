@@ -26,7 +26,15 @@ from milepost.encodings.frequencies import (
     Yarn,
     dynamic_ntk,
 )
-from milepost.encodings.rotary import Phases, RoPE, RoPEConfig, Rotary, RotaryConfig, frequency_method
+from milepost.encodings.rotary import (
+    Phases,
+    RoPE,
+    RoPEConfig,
+    Rotary,
+    RotaryConfig,
+    frequency_method,
+    linear_phases,
+)
 from milepost.positions import Positions
 from milepost.terms import Terms
 
@@ -310,6 +318,7 @@ class LongRoPEConfig(RotaryConfig):
         short_factor: one divisor a pair up to the trained length (None: ones).
         long_factor: one divisor a pair beyond it (None: NTK-aware scaling by ``factor``, a seed of the paper's search).
         factor: the stretch; attention factor and default ``long_factor`` follow from it.
+        unscaled_tokens: tokens at positions below it are rotated as trained, whichever list serves the rest.
     """
 
     short_factor: tuple[float, ...] | None = None
@@ -320,6 +329,7 @@ class LongRoPEConfig(RotaryConfig):
     short_mscale: float | None = None
     long_mscale: float | None = None
     growth: Literal["switch", "dynamic", "short", "long"] = "switch"
+    unscaled_tokens: int = 0
 
 
 @register(
@@ -332,12 +342,15 @@ class LongRoPEConfig(RotaryConfig):
 class LongRoPE(Scaled):
     """LongRoPE: ``theta_p / lambda_p``; the long list serves a row as soon as its length exceeds the trained length.
 
-    The divisors come from a search on a checkpoint; without lists this is the search's NTK seed.
-    Source: Ding et al. 2024 (arXiv 2402.13753), microsoft/LongRoPE. The paper's "first tokens unscaled" is expressed by
-    no engine and not here.
+    The divisors come from a search on a checkpoint; without lists this is the search's NTK seed. Positions n below
+    ``unscaled_tokens`` are rotated by ``n theta_p``, as the paper's search may ask for. The distance of two tokens on
+    different sides of that position is then no longer all that counts.
+    Source: Ding et al. 2024 (arXiv 2402.13753), equation 3, and microsoft/LongRoPE. No engine stores the number of
+    unscaled tokens: it works here and is refused by export.
     """
 
     Config = LongRoPEConfig
+    method: LongRope
 
     def make_method(self) -> FrequencyMethod:
         c = self.config
@@ -346,7 +359,10 @@ class LongRoPE(Scaled):
             raise ValueError(f"{self.name} needs trained_length, the length that the checkpoint was trained at")
         short = (1.0,) * (c.rotary_dim // 2) if c.short_factor is None else tuple(c.short_factor)
         long = self._seed() if c.long_factor is None else tuple(c.long_factor)
-        names = ("factor", "max_length", "attention_factor", "short_mscale", "long_mscale", "growth")
+        names = (
+            *("factor", "max_length", "attention_factor", "short_mscale", "long_mscale", "growth"),
+            "unscaled_tokens",
+        )
         return LongRope(
             rotary_dim=c.rotary_dim,
             base=c.base,
@@ -355,6 +371,14 @@ class LongRoPE(Scaled):
             long_factor=long,
             **{name: getattr(c, name) for name in names},
         )
+
+    def phases(self, inv_freq: Tensor) -> Phases:
+        first = self.method.unscaled_tokens
+        scaled = linear_phases(inv_freq)
+        if not first:
+            return scaled
+        trained = linear_phases(self.method.plain(inv_freq.device))
+        return lambda at: torch.where(at[..., None] < first, trained(at), scaled(at))
 
     def _seed(self) -> tuple[float, ...]:
         c = self.config

@@ -196,6 +196,11 @@ def _words(
         raise ExportRefused("log-n scaling heats logits by the length of the input: no engine has a word for it")
     if method.length_dependent and not isinstance(method, (LongRope, Dynamic)):
         raise ExportRefused(f"{name} changes its frequencies with the length: no engine has a word for it")
+    if getattr(method, "unscaled_tokens", 0):
+        raise ExportRefused(
+            f"the first {getattr(method, 'unscaled_tokens', 0)} tokens stay unscaled (unscaled_tokens): a property of "
+            "positions, and no engine has a word for it; unscaled_tokens=0 can be written"
+        )
     notes: list[str] = []
     attention = _attention(method, head_dim, notes)
     block = _block(method, engine, trained, attention, head_dim, notes)

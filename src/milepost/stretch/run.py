@@ -27,12 +27,14 @@ def perform(job: dict[str, Any], work: Path, out: Path, report: Reporter) -> dic
     corpus = models.corpus(settings, tokenizer)
     share = 0.0
     if method.search:
-        from milepost.stretch.search import search_factors
+        from milepost.stretch.search import UNSCALED, search_factors
 
         def searching(done: int, total: int) -> None:
             report(0.4 * done / total, "searching factors")
 
-        found = search_factors(model, corpus, settings, trained, target, done=searching)
+        first = method.options.get("unscaled_tokens", 0)
+        among = [n for n in UNSCALED if n < trained] if first == "search" else [first]
+        found = search_factors(model, corpus, settings, trained, target, unscaled=among, done=searching)
         options = {**method.options, **found}
         method = Method(**{**method.to_dict(), "options": options, "search": False})
         share = 0.4

@@ -29,7 +29,9 @@ class LongRope(Ladder):
     dynamic form); "short" or "long": one list at every length (vLLM takes one for the engine's life).
     attention_factor, at every length: the value given, else ``sqrt(1 + ln s / ln L)`` with ``s = factor``, else
     ``max_length / L``; 1 for s <= 1. ``short_mscale`` / ``long_mscale`` (vLLM) replace it list by list.
-    The search's "first n tokens unscaled" is a property of positions, not of frequencies, and no engine stores it.
+    ``unscaled_tokens``: tokens at positions below it keep ``theta_p``, under every list (the search's "first n
+    tokens"). That is a property of positions: `frequencies` answers for all others, the encoding ``longrope`` applies
+    both, and no engine stores it.
     Raises ValueError unless both lists have rotary_dim / 2 numbers above 0.
     Source: LongRoPE (arXiv 2402.13753), microsoft/LongRoPE ("su"); where transformers' docstring says that
     max_length / L overrides ``factor`` its code does the opposite, and so do we.
@@ -48,6 +50,7 @@ class LongRope(Ladder):
     short_mscale: float | None = None
     long_mscale: float | None = None
     growth: Literal["switch", "dynamic", "short", "long"] = "switch"
+    unscaled_tokens: int = 0
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -69,6 +72,9 @@ class LongRope(Ladder):
                 f"growth='dynamic' needs max_length above trained_length, got {self.max_length} and "
                 f"{self.trained_length}"
             )
+        tokens: object = self.unscaled_tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            problems.append(f"unscaled_tokens must be a number of tokens, 0 for none, got {tokens!r}")
         if (self.short_mscale is None) != (self.long_mscale is None):
             problems.append("give short_mscale and long_mscale together, or neither")
         return problems

@@ -100,6 +100,12 @@ def dynamic_ntk(
     )
 
 
+def unscaled(method: FrequencyMethod) -> list[str]:
+    """A problem where a method keeps some tokens unscaled, which a method over it would lose."""
+    tokens = getattr(method, "unscaled_tokens", 0)
+    return [f"unscaled_tokens is {tokens} in the method: only the encoding longrope applies it"] if tokens else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resonance:
     """Resonance RoPE: wavelengths rounded to whole positions, after any method, so that every turn repeats exactly.
@@ -114,6 +120,9 @@ class Resonance:
     source: ClassVar[str] = "arXiv 2403.00071"
 
     method: FrequencyMethod
+
+    def __post_init__(self) -> None:
+        refuse(self, unscaled(self.method))
 
     @property
     def rotary_dim(self) -> int:
@@ -155,7 +164,7 @@ class LogN:
     trained_length: int
 
     def __post_init__(self) -> None:
-        refuse(self, positive(self, "trained_length", at_least=2))
+        refuse(self, positive(self, "trained_length", at_least=2) + unscaled(self.method))
 
     @property
     def rotary_dim(self) -> int:

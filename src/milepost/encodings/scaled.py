@@ -345,7 +345,7 @@ class LongRoPE(Scaled):
     The divisors come from a search on a checkpoint; without lists this is the search's NTK seed. Positions n below
     ``unscaled_tokens`` are rotated by ``n theta_p``, as the paper's search may ask for. The distance of two tokens on
     different sides of that position is then no longer all that counts.
-    Source: Ding et al. 2024 (arXiv 2402.13753), equation 3, and microsoft/LongRoPE. No engine stores the number of
+    Source: Ding et al. 2024 (arXiv 2402.13753) and microsoft/LongRoPE. No engine stores the number of
     unscaled tokens: it works here and is refused by export.
     """
 

@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 import torch
 
+from milepost import Positions, build
+from milepost.encodings.axial import MRoPE
 from milepost.encodings.frequencies import NTK, Frequencies, FrequencyMethod, Linear, LongRope, Proportional, Yarn
 from milepost.extend.doctor import diagnose
 from milepost.extend.engines import EngineError, vllm_frequencies, vllm_max_model_len, vllm_table_length
@@ -218,6 +220,37 @@ def test_a_partly_rotated_head_keeps_its_share(vllm: Vllm) -> None:
     made = export(method, "vllm", head_dim=128)
     found, _ = vllm.table(dict(made.rope_parameters), 128, made.max_position_embeddings or 0)
     assert difference(found, method.frequencies()) <= 3e-6
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("partial", [1.0, 0.25])
+def test_what_vllm_turns_is_what_our_rope_turns(vllm: Vllm, layout: str, partial: float) -> None:
+    block = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": partial}
+    vllm.rope._ROPE_DICT.clear()
+    theirs = vllm.rope.get_rope(32, 64, layout == "half", block, torch.float64)
+    q, k = torch.randn(2, 20, 4 * 32, dtype=torch.float64)
+    wanted = theirs.forward_native(torch.arange(20), q, k)
+    branch = build("rope", head_dim=32, partial=partial, layout=layout)(Positions.full(20)).branches[0]
+    assert branch.query is not None and branch.key is not None
+    for turn, x, turned in zip((branch.query, branch.key), (q, k), wanted, strict=True):
+        ours = turn(x.view(20, 4, 32).transpose(0, 1)[None])[0].transpose(0, 1).reshape(20, 128)
+        torch.testing.assert_close(ours, turned, rtol=0, atol=1e-5)  # float32 phases there
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_vllm_turns_by_three_axes_is_what_our_m_rope_turns(vllm: Vllm, interleaved: bool) -> None:
+    sections = (6, 5, 5)
+    block = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, "mrope_interleaved": interleaved}
+    vllm.rope._ROPE_DICT.clear()
+    theirs = vllm.rope.get_rope(32, 64, True, block, torch.float64)
+    at = torch.randint(0, 60, (3, 20))
+    q = torch.randn(20, 4 * 32, dtype=torch.float64)
+    wanted, _ = theirs.forward_native(at, q, q)
+    encoding = build("m-rope", head_dim=32, sections=sections, interleaved=interleaved)
+    assert isinstance(encoding, MRoPE)
+    rotation = encoding.rotation(Positions.full(20), query_at=at.T[None], key_at=at.T[None])
+    ours = rotation.query(q.view(20, 4, 32).transpose(0, 1)[None])[0].transpose(0, 1).reshape(20, 128)
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from milepost import Branch, DistanceBias, Positions, Terms, attend, build, explain
-from milepost.attention import BACKENDS
+from milepost.attention import BACKENDS, sdpa
 
 POSITIONS: dict[str, Callable[[], Positions]] = {
     "full": lambda: Positions.full(40),
@@ -190,6 +190,30 @@ def test_explain_says_why() -> None:
     assert "learned distance table" in str(explanation)
     with pytest.raises(ValueError, match="'sdpa' refuses: a learned distance table"):
         attend(q, k, v, positions, terms, backend="sdpa")
+
+
+def test_without_a_kernel_a_bias_that_decays_goes_to_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where enough pairs are out of its reach, and nowhere else."""
+    monkeypatch.setenv("MILEPOST_KERNEL", "off")
+
+    def chosen(name: str, length: int = 2048, queries: int = 2048, norm: float = 4.0, **options: float) -> str:
+        positions = Positions.full(length, queries=queries)
+        q, k = torch.full((1, 8, queries, 8), norm / 8**0.5), torch.full((1, 4, length, 8), norm / 8**0.5)
+        explanation = explain(q, k, k, positions, build(name, num_heads=8)(positions), **options)
+        assert attend(q, k, k, positions, build(name, num_heads=8)(positions), **options).isfinite().all()
+        return explanation.chosen
+
+    with torch.no_grad():
+        assert chosen("alibi") == chosen("alibi", queries=32) == "blocked"
+        assert chosen("kerple-log") == chosen("alibi", norm=30.0) == "sdpa"
+        assert chosen("alibi", queries=1) == chosen("alibi", length=1024, queries=1024) == "sdpa"
+        assert chosen("alibi", dropout=0.1) == "sdpa"
+
+
+@pytest.mark.parametrize("queries, reach", [(1, 1), (5, 9), (9, 5), (7, 7), (30, 1), (0, 4)])
+def test_pairs_within_reach_are_counted(queries: int, reach: int) -> None:
+    pairs = sum(min(i + 1, reach) for i in range(queries))
+    assert int(sdpa._within(queries, torch.tensor(reach))) == pairs
 
 
 @pytest.mark.parametrize("where", ["packed", "left", "right"])

@@ -176,7 +176,7 @@ def _passed_over(
 ) -> str | None:
     """Why ``backend="auto"`` does not take this one: it refuses, or it serves only who asks for it by name."""
     refusal: str | None = module.refuses(q, k, v, positions, terms, dropout=dropout, softcap=softcap)
-    if refusal is None and hasattr(module, "discouraged"):
+    if refusal is None and dropout == 0 and hasattr(module, "discouraged"):  # those it yields to refuse dropout
         refusal = module.discouraged(q, k, v, positions, terms)
     return refusal
 

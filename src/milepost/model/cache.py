@@ -254,24 +254,29 @@ def _tables(trunk: MilepostModel, max_length: int) -> list[tuple[Tensor, int]]:
     """Each layer's biases at distances 0 .. max_length - 1, and its sliding window; ValueError for any other terms."""
     if any(encoding.needs_tokens for encoding in trunk.encodings):
         raise ValueError(f"{trunk.config.encoding} reads the ids of all tokens, so none can be dropped")
-    for layer, terms in enumerate(_terms(trunk, min(max_length, 16))):
-        why = _unbounded(terms)
-        if why is not None:
-            raise ValueError(f"layer {layer} ({terms.name or trunk.config.encoding}) {why}, so no key can be dropped")
+    _biases(trunk, min(max_length, 16))  # before anything that holds a number for every pair of tokens does so
     found = []
-    for whole, half in zip(_terms(trunk, max_length), _terms(trunk, (max_length + 1) // 2), strict=True):
-        assert isinstance(whole.bias, DistanceBias) and isinstance(half.bias, DistanceBias)
-        near, table = half.bias.table, whole.bias.table
+    shorter = _biases(trunk, (max_length + 1) // 2)
+    for (table, window), (near, _) in zip(_biases(trunk, max_length), shorter, strict=True):
         if not torch.allclose(table[:, : near.shape[1]], near, rtol=1e-5, atol=1e-5):
-            raise ValueError(f"the bias of {whole.name} depends on the length, so a key out of reach may come back")
-        window = max_length if whole.window is None else whole.window
-        found.append((table.expand(trunk.config.num_heads, -1), window))
+            raise ValueError(
+                f"the bias of {trunk.config.encoding} depends on the length, so a key out of reach may come back"
+            )
+        found.append((table.expand(trunk.config.num_heads, -1), max_length if window is None else window))
     return found
 
 
-def _terms(trunk: MilepostModel, length: int) -> list[Terms]:
-    known = {"trained_length": trunk.config.trained_length, "device": trunk.device}
-    return trunk.terms(Positions.full(length, **known))
+def _biases(trunk: MilepostModel, length: int) -> list[tuple[Tensor, int | None]]:
+    """Each layer's table and sliding window at so many tokens."""
+    positions = Positions.full(length, trained_length=trunk.config.trained_length, device=trunk.device)
+    found = []
+    for layer, terms in enumerate(trunk.terms(positions)):
+        why = _unbounded(terms)
+        if why is not None:
+            name = terms.name or trunk.config.encoding
+            raise ValueError(f"layer {layer} ({name}) {why} at {length} tokens, so no key can be dropped")
+        found.append((cast(DistanceBias, terms.bias).table, terms.window))
+    return found
 
 
 def _unbounded(terms: Terms) -> str | None:

@@ -175,9 +175,11 @@ def known_bound(cache: Cache | None, layer: int, q: Tensor, terms: Terms) -> Ten
         if why is not None:
             raise ValueError(f"{terms.name} {why}: the bounded cache was made for another encoding")
         held.check("query", q)
-    if not isinstance(held, DecodingLayer) or torch.compiler.is_compiling() or held.keys.shape[2] < FEW_KEYS:
+    if not isinstance(held, DecodingLayer) or (terms.bias is None and terms.window is None):
         return None
-    return None if terms.bias is None and terms.window is None else held.key_bound()
+    if torch.compiler.is_compiling() or q.device.type != "cpu" or held.keys.shape[2] < FEW_KEYS:
+        return None  # on an accelerator, no backend that answers a few queries reads it
+    return held.key_bound()
 
 
 # ---- bounded memory -------------------------------------------------------------------------------------------------

@@ -106,8 +106,9 @@ def _bounded_positions(
         positions = Positions.full(keys - dropped, queries=queries, device=x.device, **known)
     else:
         positions = Positions.from_mask(mask, side=side, queries=queries, **known)
-    shifted = positions.query + before, positions.key + before, positions.length + torch.as_tensor(before).view(-1)
-    return replace(positions, query=shifted[0], key=shifted[1], length=shifted[2].to(x.device))
+    more = before.view(-1) if isinstance(before, Tensor) else before
+    query, key = positions.query + before, positions.key + before
+    return replace(positions, query=query, key=key, length=positions.length + more)
 
 
 def all_tokens(tokens: Tensor | None, positions: Positions, cache: Cache | None) -> Tensor:

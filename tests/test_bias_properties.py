@@ -205,8 +205,7 @@ def test_one_graph_serves_all_lengths(key: str) -> None:
 
     def step(x: Tensor) -> Tensor:
         positions = Positions.full(x.shape[0])
-        bias = encoding(positions).bias
-        return bias.table.sum() if isinstance(bias, DistanceBias) else bias.dense().sum()
+        return encoding(positions).bias.dense().sum()
 
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="eager")
@@ -321,6 +320,25 @@ def test_fire_without_transform_and_threshold_is_the_surveys_equation_20() -> No
     assert torch.equal(fire.normalized(i, j), quotient)
     bias = fire(Positions.full(3)).bias.function(i, j)
     torch.testing.assert_close(bias, fire.mlp(quotient[..., None]).movedim(-1, 1))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("transform", ["log", "identity"])
+def test_fire_below_its_threshold_is_a_line_with_the_same_gradients(causal: bool, transform: str) -> None:
+    fire = build("fire", num_heads=3, transform=transform, threshold=12.0).double()
+    positions = Positions.full(12, causal=causal)
+    line = fire(positions).bias
+    assert isinstance(line, DistanceBias)
+    assert isinstance(fire(Positions.full(13, causal=causal)).bias, PairBias)  # position 12 is not below 12
+    pairs = fire.mlp(fire.normalized(positions.query, positions.key, causal=causal)[..., None]).movedim(-1, 1)
+    seen = positions.allowed()[:, None].expand(-1, 3, -1, -1)
+    weight = torch.randn(seen.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * seen
+    torch.testing.assert_close(line.dense() * seen, pairs * seen, rtol=1e-12, atol=1e-12)
+    names, parameters = zip(*fire.named_parameters(), strict=True)
+    gradients = [torch.autograd.grad((bias * weight).sum(), parameters) for bias in (line.dense(), pairs)]
+    for name, got, right in zip(names, *gradients, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10, msg=name)
+    assert fire.threshold_scale.grad is None and float(gradients[0][names.index("threshold_scale")].abs()) > 0
 
 
 def test_fire_in_both_directions_is_symmetric_and_bounded() -> None:

@@ -171,7 +171,7 @@ def test_pe_45_fire_divides_nothing_by_nothing() -> None:
     def normalized(threshold: float | None, position: Tensor) -> list[float]:
         encoding = FIRE(2, c=given_["c"], threshold=threshold, eps=0.0).double()
         key = torch.full_like(position, given_["j"])
-        bias = encoding(Positions.full(1)).bias.function(position, key)
+        bias = encoding(Positions.full(1).mapped(position, key)).bias.dense()
         assert bias.isfinite().all()
         bias.sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in encoding.parameters())

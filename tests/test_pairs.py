@@ -64,7 +64,7 @@ def tensors(positions: Positions, *, kv: int = 2, dtype: torch.dtype = torch.flo
 
 
 def fire(**options: object) -> Encoding:
-    encoding = build("fire", num_heads=4, hidden=8, **options).double()
+    encoding = build("fire", num_heads=4, hidden=8, **{"threshold": 1.5, **options}).double()
     with torch.no_grad():
         for parameter in encoding.parameters():
             parameter.mul_(1.5)
@@ -92,7 +92,7 @@ def compare(got: list[Tensor | None], wanted: list[Tensor | None], tolerance: fl
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("extra", ["", "window", "chunk"])
 def test_fire_and_its_gradients(where: str, extra: str) -> None:
-    positions, encoding = WHERE[where](), fire()
+    positions, encoding = WHERE[where](), fire(threshold=0.0 if where == "one token" else 1.5)
     terms = encoding(positions) + (Terms(**{extra: 9}) if extra else Terms())
     leaves = tensors(positions)
     parameters = list(encoding.parameters())
@@ -103,7 +103,7 @@ def test_fire_and_its_gradients(where: str, extra: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision(dtype: torch.dtype) -> None:
-    positions, encoding = Positions.full(67), build("fire", num_heads=4)
+    positions, encoding = Positions.full(67), build("fire", num_heads=4, threshold=1.5)
     leaves = tensors(positions, dtype=dtype)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     parameters = list(encoding.parameters())
@@ -297,7 +297,7 @@ def test_one_graph_serves_all_lengths() -> None:
 
 
 def test_it_serves_where_torch_would_build_the_square() -> None:
-    positions, encoding = Positions.full(2048), build("fire", num_heads=8)
+    positions, encoding = Positions.full(2048), build("fire", num_heads=8, threshold=1.5)
     q = torch.zeros(1, 8, 2048, 16)
     explanation = explain(q, q, q, positions, encoding(positions))
     assert explanation.chosen == "pairs"

@@ -390,7 +390,8 @@ def _gradients(
     tokens: Tensor,
     plain: Callable[[int, int], Positions],
 ) -> tuple[Tensor, Tensor]:
-    """Relative to the largest entry: gradients of the input and of every parameter, fast path against float64."""
+    """Relative to its largest entry, and for one that ought to vanish to a hundredth of the largest of all: the gradients
+    of the input and of every parameter, fast path against float64."""
 
     def gradients(which: Encoding, rows: Tensor, backend: str) -> Tensor:
         rows = rows.clone().requires_grad_()
@@ -398,9 +399,10 @@ def _gradients(
         out = layer.run(which, rows, tokens, positions=plain, backend=backend)
         probe = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out).sin()
         found = torch.autograd.grad((out * probe).sum(), [rows, *parameters], allow_unused=True)
-        return torch.cat(
-            [(g / g.abs().max().clamp(min=1e-3)).flatten().double() for g in found if g is not None]
-        )
+        sizes = torch.stack([g.abs().max().double() for g in found if g is not None])
+        sizes = torch.maximum(sizes, sizes.max() / 100).clamp(min=1e-3)
+        flat = [g.flatten().double() for g in found if g is not None]
+        return torch.cat([g / size for g, size in zip(flat, sizes, strict=True)])
 
     return gradients(encoding, x.float(), "auto"), gradients(double, x, "reference")
 

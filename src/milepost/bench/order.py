@@ -24,7 +24,7 @@ Make = Callable[[Positions], Terms]
 def kinds() -> dict[str, Make]:
     """Name -> terms at positions; learned parameters require a gradient, as in training."""
     alibi, learned = build("alibi", num_heads=HEADS), build("kerple-log", num_heads=HEADS)
-    fire, rerope = build("fire", num_heads=HEADS), build("rerope", head_dim=HEAD_DIM, window=256)
+    fire, rerope = build("fire", num_heads=HEADS, threshold=1.5), build("rerope", head_dim=HEAD_DIM, window=256)
     return {
         "no bias": lambda positions: Terms(),
         "window of 256": lambda positions: Terms(window=256),

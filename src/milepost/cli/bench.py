@@ -18,8 +18,8 @@ EPILOG = """Examples:
 
   milepost bench --threads 2 --clock wall --out bench-wall
 
-All groups at all lengths take an hour or two. The folder is the state: stop it at any moment, run the same command again, and
-only what is missing is measured; other groups and lengths can be added to it.
+All groups at all lengths take an hour or two. The folder is the state: stop it at any moment, run the same command
+again, and only what is missing is measured; other groups and lengths can be added to it.
 Exit codes: 0 done, 1 a job failed (the others are in the report), 2 wrong usage."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from milepost.encoding import Encoding, EncodingConfig, register
 from milepost.kernels import as_float, new_parameter
 from milepost.positions import Positions
-from milepost.terms import PairBias, Terms
+from milepost.terms import PairBias, Terms, distance_bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,9 @@ class FIRE(Encoding):
     and ``max(i, j, L)`` stands for ``max(i, L)`` (our extension).
 
     Shapes: a :class:`~milepost.terms.PairBias`, evaluated per block of queries: it depends on the query's position, not
-    on the distance alone. Computed in float32 or better; ``2 hidden + (hidden + 1) H + 2`` parameters per layer.
+    on the distance alone. While no position has reached L it does, and then it is a
+    :class:`~milepost.terms.DistanceBias` with the same gradients. Computed in float32 or better;
+    ``2 hidden + (hidden + 1) H + 2`` parameters per layer.
     Raises ValueError for a negative threshold, c that is not positive or an empty network.
     Source: Li et al. 2023 (arXiv 2310.04418); its pseudo-code as DAPE runs it. That takes the largest distance of each
     row for i, which is i itself only when no key is cached or padded; positions are read here.
@@ -114,6 +116,26 @@ class FIRE(Encoding):
         positive = below > 0
         return torch.where(positive, self._psi(distance) / torch.where(positive, below, 1.0), 0.0)
 
+    def of_distance(self, distance: Tensor) -> Tensor:
+        """The bias of queries below the threshold, ``(*shape)`` -> ``(H, *shape)``."""
+        distance = as_float(distance, *self.parameters())
+        origin = torch.zeros_like(distance).view(-1, 1)
+        return self._network(self.normalized(distance.abs().view(-1, 1), origin).view(distance.shape)).movedim(-1, 0)
+
+    def _network(self, x: Tensor) -> Tensor:
+        return self.mlp(x[..., None].to(next(self.mlp.parameters()).dtype))
+
+    def _below_threshold(self, positions: Positions) -> bool:
+        """Whether L rules every query: then one line per head holds all biases. Asked where looking costs nothing."""
+        threshold = self.threshold_scale
+        if threshold is None or self.config.threshold is None or not positions.slot_distance:
+            return False
+        if torch.compiler.is_compiling() or positions.query.device.type != "cpu" or threshold.device.type != "cpu":
+            return False
+        last = [x.max() for x in (positions.query, positions.key) if x.numel()]
+        with torch.no_grad():
+            return all(bool(x < (threshold * self.config.threshold).abs()) for x in last)
+
     def _psi(self, x: Tensor) -> Tensor:
         return x if self.c is None else torch.log1p((self.c * x).abs())
 
@@ -123,8 +145,10 @@ class FIRE(Encoding):
 
     def terms(self, positions: Positions, tokens: Tensor | None = None) -> Terms:
         causal = positions.causal
+        if self._below_threshold(positions):
+            return Terms(bias=distance_bias(self.of_distance, positions))
 
         def bias(query: Tensor, key: Tensor) -> Tensor:
-            return self.mlp(self.normalized(query, key, causal=causal)[..., None]).movedim(-1, 1)
+            return self._network(self.normalized(query, key, causal=causal)).movedim(-1, 1)
 
         return Terms(bias=PairBias(bias, positions))

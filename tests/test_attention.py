@@ -180,8 +180,23 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         attend(q, k, v, positions, backend="cuda")
 
 
+@pytest.mark.parametrize("place", [Positions.full(9), Positions.full(9, queries=4), Positions.full(7, causal=False)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_short_learned_table_is_written_out(place: Positions, window: int | None) -> None:
+    """Gradients of a mask that overlaps itself in memory, on the way without a compiled kernel."""
+    encoding = build("kerple-log", num_heads=4).double()
+    q, k, v = (x.double().requires_grad_() for x in tensors(place))
+    results = []
+    for name in ("sdpa", "reference"):
+        out = attend(q, k, v, place, encoding(place) + Terms(window=window), backend=name)
+        probe = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        results.append(torch.autograd.grad((out * probe).sum(), [q, k, v, *encoding.parameters()]))
+    for got, right in zip(*results, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
+
+
 def test_explain_says_why() -> None:
-    positions = Positions.full(8)
+    positions = Positions.full(256)
     q, k, v = tensors(positions)
     terms = build("alibi", num_heads=4, learn_slopes=True)(positions)
     explanation = explain(q, k, v, positions, terms)

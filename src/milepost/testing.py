@@ -390,8 +390,8 @@ def _gradients(
     tokens: Tensor,
     plain: Callable[[int, int], Positions],
 ) -> tuple[Tensor, Tensor]:
-    """Relative to its largest entry, and for one that ought to vanish to a hundredth of the largest of all: the gradients
-    of the input and of every parameter, fast path against float64."""
+    """Gradients of the input and of every parameter, fast path against float64: each relative to its largest entry, or
+    to a hundredth of the largest of all (one that ought to vanish is noise)."""
 
     def gradients(which: Encoding, rows: Tensor, backend: str) -> Tensor:
         rows = rows.clone().requires_grad_()

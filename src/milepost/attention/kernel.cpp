@@ -1072,6 +1072,7 @@ const Kernel NAME(MILEPOST_ISA) = {TEXT(MILEPOST_ISA), W, prepare_line, prepare_
 #include <vector>
 
 #if defined(__x86_64__) || defined(__i386__)
+#include <cpuid.h>
 #include <xmmintrin.h>
 #endif
 
@@ -1084,14 +1085,23 @@ extern const Kernel kernel_portable;
 
 namespace {
 
+#if defined(__x86_64__)
+// 2: AVX-512 (F, DQ, BW, VL), 1: AVX2 with FMA, 0: neither; of the processor, where the system keeps such registers too.
+int vector_level() {
+    unsigned a, b, c, d, kept, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_FMA)) return 0;
+    __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+    if ((kept & 0x6) != 0x6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return 0;
+    const unsigned wide = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+    return (kept & 0xe6) == 0xe6 && (b & wide) == wide ? 2 : 1;
+}
+#endif
+
 const Kernel *find(const char *name) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && (!*name || !strcmp(name, "avx512"))) return &kernel_avx512;
-    if (avx2 && (!*name || !strcmp(name, "avx2"))) return &kernel_avx2;
+    static const int level = vector_level();  // asked once: under a hypervisor the question is slow
+    if (level == 2 && (!*name || !strcmp(name, "avx512"))) return &kernel_avx512;
+    if (level >= 1 && (!*name || !strcmp(name, "avx2"))) return &kernel_avx2;
 #endif
     if (!*name || !strcmp(name, "portable")) return &kernel_portable;
     return 0;

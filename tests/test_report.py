@@ -18,12 +18,12 @@ from rich.console import Console
 from milepost.compare import Settings, preset, summarise
 from milepost.compare.sweep import assemble, headline
 from milepost.encoding import catalogue, from_spec
-from milepost.report import Table, bias_curves, figures, page, picture, render, tables
+from milepost.report import Column, Table, bias_curves, figures, page, picture, render, tables
 from milepost.report.html import inline_svg
 from milepost.report.plots import short
 from milepost.report.show import attention_by_distance
 from milepost.report.style import look, spread_labels
-from milepost.report.table import number
+from milepost.report.table import Cell, number
 from tests.sweep_worker import result_of
 
 METHODS = ("alibi", "rope", "mep", "alibi:slope_scale=2", "kerple_log|50%")
@@ -138,6 +138,18 @@ def test_terminal_tables_never_break_a_number(results: dict[str, Any], width: in
         line = next(line for line in out.getvalue().splitlines() if line.strip().startswith(row[0].text + " "))
         assert all(cell.text in line for cell in row)
         assert ("±" in line) == (width >= 120)
+
+
+@pytest.mark.parametrize("width", [72, 80, 120])
+def test_in_a_narrow_terminal_sentences_wrap_and_nothing_is_cut(width: int) -> None:
+    columns = (Column("rank"), Column("method", left=True), Column("1024", "perplexity"), Column("why", prose=True))
+    reason = "at 1024 passkey retrieval is 75%, below 90% of what was asked"
+    table = Table("Ranking", columns, ((Cell("1"), Cell("self-extend G=10 W=64"), Cell("3.53"), Cell(reason)),))
+    out = io.StringIO()
+    Console(file=out, width=width).print(table.to_rich(width))
+    text = " ".join(out.getvalue().split())
+    assert "…" not in text and "self-extend G=10 W=64 3.53" in text
+    assert all(word in text for word in (*reason.split(), "rank", "method", "perplexity", "1024", "why"))
 
 
 @pytest.mark.parametrize(

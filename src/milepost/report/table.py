@@ -17,14 +17,18 @@ MEASURE_TITLES = {
     "sliding": "Perplexity in sliding windows",
 }
 
+PROSE_WIDTH = 20
+"""Columns of a terminal that sentences get at least."""
+
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading and the group it stands under ("trained", "longer")."""
+    """A column: its heading and the group it stands under ("trained", "longer"); `prose` may be broken into lines."""
 
     title: str
     group: str = ""
     left: bool = False
+    prose: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,10 @@ class Table:
         for index, column in enumerate(self.columns):
             first = column.group and (index == 0 or self.columns[index - 1].group != column.group)
             heading = f"{column.group if first else ''}\n{column.title}" if self._grouped() else column.title
-            table.add_column(heading, justify="left" if column.left else "right", no_wrap=True)
+            narrowest = PROSE_WIDTH if column.prose else None
+            table.add_column(
+                heading, justify="left" if column.left else "right", no_wrap=not column.prose, min_width=narrowest
+            )
         for row in self.rows:
             cells = []
             for cell in row:
@@ -159,6 +166,7 @@ class Table:
         widths = []
         for index, column in enumerate(self.columns):
             cells = [len(row[index].text) + row[index].best + len(row[index].detail) + 1 for row in self.rows]
+            cells = [PROSE_WIDTH] if column.prose else cells
             widths.append(max([len(column.title), len(column.group), *cells]) + 2)
         return sum(widths)
 

@@ -30,11 +30,11 @@ def _ranking(results: Mapping[str, Any]) -> Table:
     columns = (
         Column("rank"),
         Column("method", left=True),
-        Column(f"perplexity at {trained}"),
-        Column(f"at {target}"),
-        *([Column(f"passkey at {target}")] if passkey else []),
-        Column("usable to"),
-        Column("because", left=True),
+        Column(str(trained), "perplexity"),
+        Column(str(target), "perplexity"),
+        *([Column(str(target), "passkey")] if passkey else []),
+        Column("to", "usable"),
+        Column("because", left=True, prose=True),
     )
     rows = []
     for row in results["ranking"]:

@@ -128,8 +128,7 @@ def fire_bias(i: Inputs) -> Tensor:
     for parameter, name in ((first.weight, "W1"), (first.bias, "b1"), (last.weight, "W2"), (last.bias, "b2")):
         set_(parameter, i[name])
     query, key = torch.tensor(i["(i,j)"]).unbind(-1)
-    function = encoding(Positions.full(1)).bias.function
-    return function(query[:, None], key[:, None])[:, :, 0, 0]
+    return encoding(Positions.full(1).mapped(query[:, None], key[:, None])).bias.dense()[:, :, 0, 0]
 
 
 def series_bias(kind: str) -> Any:

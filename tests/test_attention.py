@@ -256,3 +256,144 @@ def test_softcap() -> None:
     logits = 0.5 * torch.tanh(q @ k.repeat_interleave(2, 1).mT / 4.0 / 0.5)
     weights = logits.masked_fill(~positions.allowed(), -torch.inf).softmax(-1)
     torch.testing.assert_close(out, weights @ v.repeat_interleave(2, 1))
+
+
+# ---- what a caller may do to it ---------------------------------------------------------------------------------
+
+
+def decaying(length: int, heads: int = 4) -> tuple[Positions, Terms]:
+    positions = Positions.full(length)
+    return positions, build("alibi", num_heads=heads)(positions)
+
+
+@pytest.mark.parametrize("backend", ["native", "blocked", "sdpa", "rows"])
+def test_a_negative_scale_is_a_scale(backend: str) -> None:
+    positions, terms = decaying(600)
+    q, k, v = (x.float() * 3 for x in tensors(positions))
+    want = attend(q.double(), k.double(), v.double(), positions, terms, scale=-0.3, backend="reference")
+    got = attend(q, k, v, positions, terms, scale=-0.3, backend=backend)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocked", "sdpa", "rows", "reference"])
+@pytest.mark.parametrize("positions", [Positions.full(0), Positions.full(5, queries=0), Positions.cross(5, 0)])
+def test_no_queries_or_no_keys_give_nothing_or_zeros(positions: Positions, backend: str) -> None:
+    out = attend(*tensors(positions), positions, build("alibi", num_heads=4)(positions), backend=backend)
+    assert out.shape == (2, 4, positions.num_queries, 16) and not out.any()
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "blocked", "sdpa", "rows", "reference"])
+def test_keys_whose_biases_are_all_minus_infinity_are_no_keys(backend: str) -> None:
+    positions, _ = decaying(40)
+    table = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+    table[0] = -math.inf
+    table[1, 0] = -math.inf  # its first query sees nothing
+    q, k, v = (x.float() for x in tensors(positions))
+    out = attend(q, k, v, positions, Terms(bias=DistanceBias(table, positions, 0)), backend=backend)
+    assert out.isfinite().all() and not out[:, 0].any() and not out[:, 1, 0].any() and out[:, 1, 1:].any()
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "blocked", "sdpa", "rows", "reference"])
+@pytest.mark.parametrize("side", ["left", "right", None])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_nan_in_the_padding_stays_there(queries: int, side: str | None, backend: str) -> None:
+    mask = mask_of(40, left=7) if side == "left" else mask_of(40, right=7)
+    if side is None:
+        mask[0, 10:13] = 0
+    positions = Positions.from_mask(mask, side=side, queries=queries)
+    terms = build("alibi", num_heads=4)(positions)
+    q, k, v = (x.float() for x in tensors(positions))
+    reasons = {"auto": "chosen", **explain(q, k, v, positions, terms).reasons}
+    if not reasons[backend].startswith(("chosen", "would serve")):
+        return  # it refuses
+    want = attend(q, k, v, positions, terms, backend="reference")
+    hidden = ~positions.key_present[:, None, :, None]
+    got = attend(q, k.masked_fill(hidden, math.nan), v.masked_fill(hidden, math.nan), positions, terms, backend=backend)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["alibi", "rope", "t5", "nope", "fire"])
+def test_torch_func_gets_its_derivatives(name: str) -> None:
+    torch.manual_seed(0)
+    positions = Positions.full(150)
+    encoding = build(name, **{"rope": {"head_dim": 16}, "nope": {}}.get(name, {"num_heads": 4}))
+    q, k, v = (x.float() for x in tensors(positions))
+
+    def run(x: Tensor, backend: str = "auto") -> Tensor:
+        return attend(x, k.to(x.dtype), v.to(x.dtype), positions, encoding(positions), backend=backend)
+
+    def exact(x: Tensor) -> Tensor:
+        return run(x, "reference")
+
+    tangent = torch.randn_like(q)
+    _, got = torch.func.jvp(run, (q,), (tangent,))
+    _, want = torch.func.jvp(exact, (q.double(),), (tangent.double(),))
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
+    with torch.autograd.forward_ad.dual_level():
+        dual = run(torch.autograd.forward_ad.make_dual(q, tangent))
+        forward = torch.autograd.forward_ad.unpack_dual(dual).tangent
+    torch.testing.assert_close(forward.double(), want, rtol=0, atol=2e-5)
+
+    given = q.clone().requires_grad_()
+    run(given).square().sum().backward()
+    torch.testing.assert_close(torch.func.grad(lambda x: run(x).square().sum())(q), given.grad, rtol=0, atol=2e-4)
+    both = torch.func.vmap(run)(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(both, torch.stack([run(q), run(2 * q)]), rtol=0, atol=2e-5)
+
+
+def test_what_knows_no_tangents_says_so() -> None:
+    positions, terms = decaying(40)
+    q, k, v = (x.float() for x in tensors(positions))
+    with pytest.raises(ValueError, match=r"forward-mode differentiation do not see into this operator"):
+        torch.func.jvp(lambda x: attend(x, k, v, positions, terms, backend="blocked"), (q,), (q,))
+
+
+@pytest.mark.parametrize("backend", ["native", "blocked", "pairs"])
+def test_a_backward_pass_inside_autocast_is_as_exact_as_outside(backend: str) -> None:
+    positions = Positions.full(150)
+    if backend == "pairs":
+        positions = positions.mapped(positions.query * 1.25, positions.key * 1.25)
+    encoding = build("kerple-log", num_heads=4)
+    q, k, v = (x.float() for x in tensors(positions))
+    found = []
+    for cast in (False, True):
+        x = q.clone().requires_grad_()
+        encoding.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            attend(x, k, v, positions, encoding(positions), backend=backend).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in encoding.parameters())])
+    for plain, inside in zip(*found, strict=True):
+        assert torch.equal(plain, inside)
+
+
+def test_meta_tensors_have_shapes() -> None:
+    positions = Positions.full(40, device="meta")
+    q, k, v = (x.to("meta") for x in tensors(positions, dtype=torch.float32))
+    terms = build("alibi", num_heads=4)(positions)
+    assert attend(q, k, v, positions, terms).shape == attend(q, k, v, positions).shape == (2, 4, 40, 16)
+
+
+def test_wrong_calls_say_what_is_wrong() -> None:
+    positions, terms = decaying(40)
+    q, k, v = tensors(positions)
+    wrong: list[tuple[str, tuple[Tensor, ...], dict[str, float]]] = [
+        (r"do not share 0 key", (q, k[:, :0], v[:, :0]), {}),
+        (r"one batch; got 2, 1 and 2 rows", (q, k[:1], v), {}),
+        (r"heads of one size; got 16 and 8", (q, k[..., :8], v), {}),
+        (r"floating point; got torch.int64", (q.long(), k, v), {}),
+        (r"dropout .* got -0.1", (q, k, v), {"dropout": -0.1}),
+        (r"dropout .* got 1.5", (q, k, v), {"dropout": 1.5}),
+        (r"softcap is a positive number, .* got 0", (q, k, v), {"softcap": 0.0}),
+    ]
+    for words, given, options in wrong:
+        with pytest.raises(ValueError, match=words):
+            attend(*given, positions, terms, **options)
+
+
+def test_keys_of_another_dtype() -> None:
+    positions, terms = decaying(40)
+    q, k, v = (x.float() for x in tensors(positions))
+    k, v = k.bfloat16(), v.bfloat16()
+    for more in (terms, Terms()):
+        want = attend(q.double(), k.double(), v.double(), positions, more, backend="reference")
+        torch.testing.assert_close(attend(q, k, v, positions, more).double(), want, rtol=0, atol=2e-5)

@@ -359,6 +359,10 @@ class Positions:
         """No padding, no documents: every row of the batch sees the same keys."""
         return self.key_present is None and self.key_document is None
 
+    def without_absent(self, x: Tensor) -> Tensor:
+        """x ``(B, H, K, D)`` of the keys, 0 where a key is padding: ``0 * NaN`` would carry a NaN from there."""
+        return x if self.key_present is None else x.masked_fill(~self.key_present[:, None, :, None], 0.0)
+
     def rows(self, start: int, stop: int) -> Positions:
         """The same positions for the queries ``start:stop`` only."""
         return replace(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from milepost.attention import blocked, flex, fused, native, pairs, reference, rows, sdpa
+from milepost.attention.tiles import no_autocast
 from milepost.positions import Positions
 from milepost.terms import Terms
 
@@ -100,13 +100,17 @@ def attend(
     """
     terms = Terms() if terms is None else terms
     _check(q, k, v, positions, terms)
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout is the probability of dropping a weight, 0 to 1; got {dropout}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is a positive number, or None for no cap; got {softcap}")
     if key_bound is not None and tuple(key_bound.shape) not in ((1, k.shape[1]), tuple(k.shape[:2])):
         raise ValueError(
             f"key_bound has one number for each key head, (1, {k.shape[1]}) or {tuple(k.shape[:2])}; "
             f"got {tuple(key_bound.shape)}"
         )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         given = k
         q, k, v, terms, output = _transform(q, k, v, terms, prepared)
         chosen = _choose(q, k, v, positions, terms, dropout, softcap, backend)
@@ -176,6 +180,8 @@ def _passed_over(
 ) -> str | None:
     """Why ``backend="auto"`` does not take this one: it refuses, or it serves only who asks for it by name."""
     refusal: str | None = module.refuses(q, k, v, positions, terms, dropout=dropout, softcap=softcap)
+    if module is flex and q.device.type == "meta":
+        return "torch compiles nothing for tensors without numbers"
     if refusal is None and dropout == 0 and hasattr(module, "discouraged"):  # those it yields to refuse dropout
         refusal = module.discouraged(q, k, v, positions, terms)
     return refusal
@@ -205,8 +211,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, positions: Positions, terms: Terms) 
             f"q, k and v have shape (batch, heads, length, head_dim); got {tuple(q.shape)}, {tuple(k.shape)}, "
             f"{tuple(v.shape)}"
         )
-    if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not share {k.shape[1]} key and {v.shape[1]} value heads evenly")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(
+            f"q, k and v are of one batch; got {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows "
+            "(k.expand(batch, -1, -1, -1) shares one row's keys without a copy)"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k have heads of one size; got {q.shape[3]} and {k.shape[3]}")
+    if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
+        raise ValueError(f"q, k and v are floating point; got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape[2] != positions.num_queries or k.shape[2] != positions.num_keys or v.shape[2] != positions.num_keys:
         raise ValueError(
             f"positions are of {positions.num_queries} queries and {positions.num_keys} keys; got q, k, v of length "

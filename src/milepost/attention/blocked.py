@@ -16,6 +16,7 @@ from milepost.positions import Positions
 from milepost.terms import Branch, DistanceBias, Terms
 
 NEG_INF = float("-inf")
+TRANSFORMED = "torch.func and forward-mode differentiation do not see into this operator: torch's own operations serve"
 
 
 def refuses(
@@ -36,6 +37,8 @@ def refuses(
         return "soft-capped logits"
     if dropout > 0:
         return "dropout on the attention weights"
+    if tiles.transformed():
+        return TRANSFORMED
     if terms.bias is not None and not isinstance(terms.bias, DistanceBias):
         return "the bias is not a function of the distance between slots alone"
     if isinstance(positions.query_start, Tensor):
@@ -213,6 +216,11 @@ def distance_attention(
 
     Raises ValueError for shapes that do not fit, and where an interval reaches a distance outside the table.
     """
+    if tiles.transformed():
+        raise RuntimeError(
+            "distance_attention knows reverse-mode gradients alone: under torch.func or forward-mode differentiation "
+            "call attend, which then takes torch's own operations"
+        )
     out, lse = _distance_attention(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound, implementation)
     return out, lse
 
@@ -237,9 +245,9 @@ def _distance_attention(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     check(q, k, v, table, lo, hi)
-    return implementing(implementation, q, k, v, table).forward(
-        q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound
-    )
+    run = implementing(implementation, q, k, v, table).forward
+    with tiles.no_autocast(q.device):
+        return run(q, k, v, table, lo, hi, first, offset, scale, skip_eps, key_bound)
 
 
 # Called by torch alone, with the operator's own arguments, whose types the operator's signature states: the
@@ -273,7 +281,8 @@ def _distance_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     run = implementing(implementation, q, k, v, table).backward
     arguments = (grad_out, grad_lse, q, k, v, table, lo, hi, out, lse, first, offset, scale, skip_eps, key_bound)
-    return run(*arguments, table_grad=table_grad)
+    with tiles.no_autocast(q.device):
+        return run(*arguments, table_grad=table_grad)
 
 
 @_distance_attention_backward.register_fake

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from milepost.attention import reference, rows
+from milepost.attention import blocked, reference, rows
+from milepost.attention.tiles import no_autocast, transformed
 from milepost.positions import Positions
 from milepost.terms import PairBias, Terms
 
@@ -56,6 +57,8 @@ def refuses(
         return "soft-capped logits"
     if dropout > 0:
         return "dropout on the attention weights"
+    if transformed():
+        return blocked.TRANSFORMED
     return None
 
 
@@ -291,5 +294,6 @@ class _PairAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *_ = ctx.saved_tensors
-        grad_q, grad_k, grad_v, grads = _backward(ctx.plan, grad_out, q, k, v, out, lse)
+        with no_autocast(q.device):
+            grad_q, grad_k, grad_v, grads = _backward(ctx.plan, grad_out, q, k, v, out, lse)
         return None, grad_q, grad_k, grad_v, *grads

@@ -40,13 +40,13 @@ def run(
 ) -> Tensor:
     """softmax over the allowed keys of ``scale * q'.k' + bias``, times the values. ``(B, H, Q, Dv)``.
 
-    Computed in float64 for float64 inputs and in float32 otherwise; a row that may see no key gives 0. ``k`` and ``v``
-    are already transformed where ``terms`` has a single branch. ``block`` bounds memory: that many queries at a time,
-    ``O(H * block * K)`` instead of ``O(H * Q * K)``, with the same result.
+    Computed in float64 for float64 inputs and in float32 otherwise; a row that may see no key, or only keys whose bias
+    is -inf, gives 0. ``k`` and ``v`` are already transformed where ``terms`` has a single branch. ``block`` bounds
+    memory: that many queries at a time, ``O(H * block * K)`` instead of ``O(H * Q * K)``, with the same result.
     """
     dtype = q.dtype
     work = torch.promote_types(dtype, torch.float32)
-    q, k, v = q.to(work), k.to(work), v.to(work)
+    q, k, v = q.to(work), positions.without_absent(k.to(work)), positions.without_absent(v.to(work))
     pairs = [
         (branch, branch.query(q) if branch.query else q, branch.key(k, at="keys") if branch.key else k)
         for branch in terms.branches or (Branch(),)
@@ -93,8 +93,9 @@ def _rows(
     elif bias is not None:
         logits = logits + bias
 
-    some = allowed.any(-1, keepdim=True)
-    weights = torch.softmax(logits.masked_fill(~allowed & some, -torch.inf), dim=-1)
+    logits = logits.masked_fill(~allowed, -torch.inf)
+    some = (logits.detach() != -torch.inf).any(-1, keepdim=True)
+    weights = torch.softmax(logits.masked_fill(~some, 0.0), dim=-1)
     weights = F.dropout(torch.where(some, weights, 0.0), dropout)
     addition = None
     if terms.weights is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.attention import library
+from milepost.attention import library, tiles
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rest: float = 1.0) -> Tensor:
@@ -35,7 +35,9 @@ def serves(x: Tensor, cos: Tensor, sin: Tensor, factor: float | Tensor | None) -
 
     Not while a graph is traced (a compiler fuses plain operations as well), nor where angles or factor are learned.
     """
-    if torch.compiler.is_compiling() or unfit(x, cos) is not None or library.unavailable() is not None:
+    if torch.compiler.is_compiling() or tiles.transformed():
+        return False
+    if unfit(x, cos) is not None or library.unavailable() is not None:
         return False
     learned = cos.requires_grad or sin.requires_grad
     if isinstance(factor, Tensor):

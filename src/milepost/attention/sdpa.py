@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from milepost.attention import blocked
+from milepost.attention.tiles import transformed
 from milepost.attention.windows import largest_norms, windows
 from milepost.positions import Positions
 from milepost.terms import DistanceBias, PairBias, Terms
@@ -65,6 +66,8 @@ def refuses(
         return "the weights change after the softmax"
     if softcap is not None:
         return "soft-capped logits"
+    if transformed():
+        return "torch's attention on a CPU has no forward-mode derivative, and torch.func may ask for one"
     if _learned(terms) and (torch.compiler.is_compiling() or _numbers(q, k) > LEARNED_NUMBERS):
         return f"a learned distance table of {q.shape[2]} x {k.shape[2]} pairs: its mask would need a gradient as large"
     if isinstance(terms.bias, PairBias) and dropout == 0 and not torch.compiler.is_compiling():
@@ -146,6 +149,8 @@ def _plain(
 ) -> Tensor:
     count, keys, start = positions.num_queries, positions.num_keys, positions.query_start
     assert isinstance(start, int)
+    if not torch.compiler.is_compiling() and (count == 0 or keys == 0):
+        return q.new_zeros((*q.shape[:3], v.shape[3]))
     unbiased = terms.bias is None and terms.window is None
     if unbiased and not positions.causal:
         return _sdpa(q, k, v, None, scale, dropout)
@@ -208,7 +213,7 @@ def _without_denormals(
     so a weight is at most ``exp(R + b(d) - b(0))`` of the row's total.
     """
     largest_k = _largest_norm(k) if key_bound is None else key_bound.detach().float().amax()
-    reach = 2 * scale * _largest_norm(q) * largest_k
+    reach = 2 * abs(scale) * _largest_norm(q) * largest_k
     at_zero = torch.where(distance == 0, line, -torch.inf).amax(-1, keepdim=True)
     bound = at_zero - (reach + LOG_KEYS + 28.0)
     return line.masked_fill(line < bound, -torch.inf)
@@ -231,6 +236,7 @@ def _dense(
     else:
         mask = terms.bias.dense().masked_fill(~visible, -torch.inf)
     mask = mask.expand(-1, q.shape[1], -1, -1)
+    k, v = positions.without_absent(k), positions.without_absent(v)
     return torch.where(some, _sdpa(q, k, v, mask, scale, dropout), 0.0)
 
 
@@ -241,6 +247,9 @@ def _sdpa(
     if mask is not None and mask.dtype != torch.bool:
         work = torch.promote_types(mask.dtype, torch.float32) if dtype != torch.float64 else torch.float64
         q, k, v, mask = q.to(work), k.to(work), v.to(work), mask.to(work)
+    elif not q.dtype == k.dtype == v.dtype:
+        work = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        q, k, v = q.to(work), k.to(work), v.to(work)
     grouped = False
     if q.shape[1] != k.shape[1]:  # a branch, so that a traced comparison of sizes becomes a plain bool
         grouped = True

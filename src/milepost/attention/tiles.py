@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 NEG_INF = float("-inf")
 CPU_BLOCK_ROWS = 128
@@ -22,6 +24,23 @@ ACCELERATOR_UNIT_ELEMENTS = 2**26
 def compute_dtype(q: Tensor) -> torch.dtype:
     """float64 for float64, float32 for all others."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, nothing is cast on this kind of device; nothing to do for devices that know no autocast (meta)."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def transformed() -> bool:
+    """Whether ``torch.func`` (grad, jvp, vmap) or forward-mode differentiation looks on.
+
+    Operators of our own know reverse mode alone: a tangent would be lost without a word.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def outside_the_table(least: int, most: int, first: int, count: int) -> ValueError:

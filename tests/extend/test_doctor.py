@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from milepost.encodings.frequencies import from_config, usable_length
 from milepost.extend.doctor import RULES, Report, SourceError, diagnose, guess_layout, pages, write_fixed
 from milepost.extend.doctor.check_form import NUMBERS as DOCTOR_NUMBERS
-from milepost.extend.doctor.check_model import IGNORES_PARTIAL
+from milepost.extend.doctor.classes import IGNORES_PARTIAL
 from milepost.extend.doctor.findings import ROTARY
 from milepost.extend.doctor.layout import INTERLEAVED
 
@@ -225,7 +225,31 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "half-precision-note": ({**BASE, "torch_dtype": "bfloat16"}, {}),
     "size-implausible": ({"rope_theta": 1e4, "head_dim": 10**8}, {}),
 }
+EXAMPLES |= {
+    "block-not-read": ({"text_config": {**BASE, "model_type": "qwen2"}, "rope_scaling": YARN}, {}),
+    "type-not-for-class": ({**GOOD, "rope_scaling": {"rope_type": "mrope", "mrope_section": [16, 24, 24]}}, {}),
+    "null-value": ({**BASE, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": None}}, {}),
+    "truncate-not-boolean": ({**BASE, "rope_scaling": {**YARN, "truncate": "false"}}, {}),
+    "head-dim-null": ({**GOOD, "head_dim": None}, {}),
+    "mrope-sections": ({**GOOD, "rope_scaling": {"rope_type": "default", "mrope_section": [32, 48, 48]}}, {}),
+    "partial-disagrees": (
+        {**BASE, "partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25}},
+        {},
+    ),
+    "lists-swapped": (
+        {
+            **BASE,
+            "rope_scaling": {
+                **{"rope_type": "longrope", "short_factor": [2.0] * 64, "long_factor": [1.0] * 64},
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        {},
+    ),
+    "factor-integer": ({**BASE, "rope_scaling": {"rope_type": "linear", "factor": 4}}, {}),
+}
 ELSEWHERE = {
+    "duplicate-key",
     *("gguf-base-missing", "gguf-scaling-incomplete", "gguf-scaling-unknown", "gguf-config-disagree"),
     *("layout-mismatch", "phases-half", "inv-freq-wrong"),
 }
@@ -384,7 +408,8 @@ def test_a_multimodal_file_is_read_where_its_language_model_is() -> None:
 
 def test_layer_types_are_examined_one_by_one() -> None:
     nested = {"full_attention": {**YARN, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "linear"}}
-    report = diagnose({**GOOD, "rope_scaling": None, "rope_parameters": nested, "rope_theta": None})
+    gemma = {**GOOD, "model_type": "gemma3_text"}
+    report = diagnose({**gemma, "rope_scaling": None, "rope_parameters": nested, "rope_theta": None})
     assert errors(report) == ["key-missing"]
     assert report.findings[0].where == ("rope_parameters", "sliding_attention", "factor")
     assert set(report.engines) == {"full_attention", "sliding_attention"}
@@ -403,7 +428,7 @@ def test_a_file_a_folder_and_a_configuration_object_give_the_same(tmp_path: Path
     reports = [diagnose(source) for source in (tmp_path, tmp_path / "config.json", str(tmp_path))]
     assert {report.rules() for report in reports} == {("length-mismatch",)}
     transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2Config(**{**GOOD, "max_position_embeddings": 40960})
+    config = transformers.Qwen2Config(**{**json.loads(json.dumps(GOOD)), "max_position_embeddings": 40960})
     assert "length-mismatch" in diagnose(config).rules()
 
 
@@ -425,6 +450,133 @@ def test_nothing_to_read_is_a_mistake_of_the_call(tmp_path: Path) -> None:
     for source in (tmp_path, tmp_path / "config.json", "no-such-file.json", object()):
         with pytest.raises(SourceError):
             diagnose(source)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_an_error_and_the_rest_is_read(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**GOOD, "max_position_embeddings": 40960, "name": "ü"}), encoding=encoding)
+    report = diagnose(path)
+    assert errors(report) == ["not-json"] and "length-mismatch" in report.rules()
+    assert encoding in report.findings[0].words and "UTF-8" in (report.findings[0].fix or "")
+    fixed = write_fixed(report)
+    assert diagnose(fixed).verdict == "clean" and json.loads(fixed.read_text(encoding="utf-8"))["name"] == "ü"
+
+
+def test_a_key_that_stands_twice_is_found_where_it_matters(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    text = json.dumps(GOOD)
+    path.write_text(text.replace('"rope_theta": 1000000.0', '"rope_theta": 10000.0, "rope_theta": 1000000.0'))
+    report = diagnose(path)
+    assert errors(report) == ["duplicate-key"] and "10000.0 and 1000000.0" in report.findings[0].words
+    assert report.corrected == GOOD
+    path.write_text(text.replace('"rope_theta": 1000000.0', '"rope_theta": 1000000.0, "rope_theta": 1000000.0'))
+    assert diagnose(path).verdict == "clean"
+    path.write_text(text.replace('"factor": 4.0', '"factor": 8.0, "factor": 4.0'))
+    assert errors(diagnose(path)) == ["duplicate-key"]
+
+
+def test_links_pipes_and_names_that_are_no_paths(tmp_path: Path) -> None:
+    import os
+    import threading
+
+    target = tmp_path / "real.json"
+    target.write_text(json.dumps(GOOD))
+    link, broken, pipe = tmp_path / "link.json", tmp_path / "broken.json", tmp_path / "pipe.json"
+    link.symlink_to(target)
+    broken.symlink_to("nowhere.json")
+    assert diagnose(link).verdict == "clean"
+    for source, words in (
+        (broken, "a link to nowhere.json"),
+        ("/dev/null", "neither a file nor a folder"),
+        ("", "is no path"),
+        ("x" * 5000, "cannot be a path"),
+    ):
+        with pytest.raises(SourceError, match=words):
+            diagnose(source)
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text(json.dumps(GOOD)))
+    writer.start()
+    assert diagnose(pipe).verdict == "clean"
+    writer.join()
+
+
+def test_inner_configurations_are_found_wherever_the_language_model_is() -> None:
+    text = {**GOOD, "rope_scaling": {**YARN, "factor": "4.0"}}
+    for document, path in (
+        ({"model_type": "internvl_chat", "llm_config": text}, ("llm_config",)),
+        ({"model_type": "qwen2_5_omni", "thinker_config": {"text_config": text}}, ("thinker_config", "text_config")),
+        ({"language_config": text, "vision_config": {"rope_theta": 1}}, ("language_config",)),
+    ):
+        report = diagnose(document)
+        assert errors(report) == ["not-a-number"]
+        assert report.findings[0].where == (*path, "rope_scaling", "factor")
+
+
+def test_a_block_beside_text_config_moves_into_it() -> None:
+    text = {key: value for key, value in GOOD.items() if key != "rope_scaling"}
+    report = diagnose({"model_type": "llava", "rope_scaling": YARN, "text_config": text})
+    assert errors(report) == ["block-not-read"]
+    assert report.corrected == {"model_type": "llava", "text_config": GOOD}
+    saved_twice = {"model_type": "qwen2_5_vl", "rope_scaling": {**YARN, "type": "yarn"}, "text_config": GOOD}
+    assert diagnose(saved_twice).verdict == "clean"
+    other = {"model_type": "llava", "rope_scaling": {**YARN, "factor": 8.0}, "text_config": GOOD}
+    assert errors(diagnose(other)) == ["block-not-read"]
+    override = json.dumps({"rope_parameters": {**YARN, "rope_theta": 1e6}})
+    report = diagnose(override, checkpoint={"model_type": "llava", "text_config": text})
+    assert errors(report) == ["block-not-read"] and set(report.corrected) == {"text_config"}
+
+
+def test_almost_right_names_are_named() -> None:
+    for wrong in ("rope_scalling", "ropeScaling", "rope_parameter"):
+        report = diagnose({**GOOD, "rope_scaling": None, wrong: YARN})
+        assert errors(report) == ["unknown-key"] and "did you mean" in (report.findings[0].fix or "")
+        assert diagnose(report.corrected).verdict == "clean"
+    document = {key: value for key, value in GOOD.items() if key != "rope_theta"}
+    assert "did you mean 'rope_theta'" in str(diagnose({**document, "ropeTheta": 1e6}).findings)
+    block = {"ropeType": "yarn", "Factor": 4.0, "original_max_position_embeddings": 32768}
+    report = diagnose({**GOOD, "rope_scaling": block})
+    assert errors(report) == ["rope-type-missing"] and report.corrected == GOOD
+
+
+def test_of_two_types_the_one_is_kept_whose_keys_are_there() -> None:
+    report = diagnose({**GOOD, "rope_scaling": {**YARN, "rope_type": "default", "type": "yarn"}})
+    assert errors(report) == ["type-disagrees"] and report.corrected == GOOD
+    other = diagnose({**BASE, "rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}})
+    assert other.corrected["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_a_type_that_is_not_near_enough_is_not_replaced() -> None:
+    for name in ("rope", "ntk-aware", "none", "su2"):
+        report = diagnose({**GOOD, "rope_scaling": {**YARN, "rope_type": name}})
+        assert "rope-type-unknown" in errors(report) and report.corrected is None
+    old = diagnose({**GOOD, "rope_scaling": {"type": "ntk-aware", "factor": 4.0}})
+    assert old.left == ("rope-type-unknown",) and "Corrected, except for rope-type-unknown" in old.text()
+
+
+def test_alibi_asks_for_no_base_and_no_frequencies_are_told_without_rotation() -> None:
+    falcon = {"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "max_position_embeddings": 2048}
+    assert diagnose(falcon).rules() == ("theta-missing",)
+    assert diagnose({**falcon, "alibi": True}).verdict == "clean"
+    roberta = {"model_type": "roberta", "hidden_size": 768, "num_attention_heads": 12, "max_position_embeddings": 514}
+    assert not diagnose(roberta).engines
+
+
+def test_a_missing_original_length_is_not_guessed_for_longrope() -> None:
+    lists = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    report = diagnose({**GOOD, "rope_scaling": {"rope_type": "longrope", **lists}})
+    assert "original-length-missing" in errors(report) and report.corrected is None
+    beyond = {"rope_type": "longrope", "original_max_position_embeddings": 262144, **lists}
+    assert "never used" in str(diagnose({**GOOD, "rope_scaling": beyond}).findings)
+
+
+def test_what_vllm_makes_of_a_file_goes_through_transformers() -> None:
+    file = {**GOOD, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert "31 of 64 pairs" in diagnose(file).engines[""]["vllm"][0]  # measured against 131072
+    top = {**file, "original_max_position_embeddings": 32768}
+    assert "24 of 64 pairs" in diagnose(top).engines[""]["vllm"][0]
+    below = diagnose({**GOOD, "rope_scaling": {**YARN, "factor": 0}}).engines[""]
+    assert len(below["vllm"]) == 1 and "reach" not in below
 
 
 def test_a_file_that_is_no_text_and_deep_nesting_get_a_verdict(tmp_path: Path) -> None:

@@ -71,16 +71,18 @@ def _yarn(dim: int, base: float, block: Mapping[str, Any], truncate: bool) -> Te
     return _plain(dim, base) * (share / factor + (1 - share))
 
 
-def _llama3(dim: int, base: float, block: Mapping[str, Any]) -> Tensor:
+def _llama3(dim: int, base: float, block: Mapping[str, Any], slow_first: bool = False) -> Tensor:
+    """``slow_first``: which of the two bounds is asked first; it matters where they are swapped only."""
     factor, original = _number(block, "factor"), _number(block, "original_max_position_embeddings")
     low, high = _number(block, "low_freq_factor"), _number(block, "high_freq_factor")
     theta = _plain(dim, base)
     out = []
     for value in theta.tolist():
         wavelength = 2 * math.pi / value
-        if wavelength < original / high:
+        fast, slow = wavelength < original / high, wavelength > original / low
+        if fast and not (slow and slow_first):
             out.append(value)
-        elif wavelength > original / low:
+        elif slow:
             out.append(value / factor)
         else:
             smooth = (original / wavelength - low) / (high - low) if high != low else 1.0
@@ -114,7 +116,7 @@ def transformers_frequencies(
     together with mscale_all_dim; a class that does not honour ``partial_rotary_factor`` rotates the whole head for the
     default type.
     """
-    block = {key: value for key, value in block.items() if value is not None}
+    block = {key: value for key, value in block.items() if value is not None or key == "truncate"}
     kind = block.get("rope_type", block.get("type", "default"))
     base = _number(block, "rope_theta", 10000.0)
     partial = _number(block, "partial_rotary_factor", 1.0)
@@ -141,7 +143,7 @@ def transformers_frequencies(
             raise EngineError("division by zero: dynamic scaling of a rotary dimension of 2")
         return Frequencies(_plain(dim, base * (factor * grown - (factor - 1)) ** (dim / (dim - 2))))
     if kind == "llama3":
-        return Frequencies(_llama3(dim, base, block))
+        return Frequencies(_llama3(dim, base, block, slow_first=True))
     original = _number(block, "original_max_position_embeddings")
     if kind == "yarn":
         if "factor" not in block:
@@ -216,7 +218,7 @@ def vllm_frequencies(
     """
     if "rope_theta" in block and block["rope_theta"] is None:
         raise EngineError("TypeError: rope_theta is null")
-    block = {key: value for key, value in block.items() if value is not None}
+    block = {key: value for key, value in block.items() if value is not None or key == "truncate"}
     kind = block.get("rope_type", block.get("type", "default"))
     kind = VLLM_LEGACY.get(kind, kind)
     base, partial = _number(block, "rope_theta", 10000.0), _number(block, "partial_rotary_factor", 1.0)

@@ -177,7 +177,8 @@ def rope_fields(config: Any, layer_type: str | None = None) -> RopeFields:
     parameters = {key: value for key, value in parameters.items() if value is not None}
 
     new, old = parameters.get("rope_type"), parameters.get("type")
-    if new is not None and old is not None and new != old:
+    renamed = ALIASES.get(old, old) if old in ("su", "mrope") else old
+    if new is not None and old is not None and new not in (old, renamed):
         raise ValueError(f"rope_type is {new!r} and type is {old!r}: keep rope_type only")
     rope_type = new if new is not None else old
     if rope_type is None:

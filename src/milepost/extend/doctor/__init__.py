@@ -56,6 +56,7 @@ class Report:
 
     ``findings``: errors first. ``engines``: for each block, sentences for transformers, vLLM, llama.cpp, and "reach".
     ``corrected``: the document with every cure applied that needs no knowledge beyond the file; None where none does.
+    ``left``: ids of errors and warnings that the corrected document still has.
     """
 
     source: str
@@ -63,6 +64,7 @@ class Report:
     findings: tuple[Finding, ...]
     engines: Mapping[str, Mapping[str, tuple[str, ...]]]
     corrected: Any = None
+    left: tuple[str, ...] = ()
     path: Path | None = None
 
     @property
@@ -91,6 +93,7 @@ class Report:
                 block: {name: list(lines) for name, lines in engines.items()} for block, engines in self.engines.items()
             },
             "corrected": self.corrected,
+            "left": list(self.left),
         }
 
     def text(self) -> str:
@@ -106,7 +109,8 @@ class Report:
             lines += ["", f"What happens{f' ({block})' if block else ''}:"]
             lines += [f"  {name}: {line}" for name, found in engines.items() for line in found]
         if self.corrected is not None:
-            lines += ["", "Corrected:", json.dumps(_rope_part(self.corrected), indent=2)]
+            title = f"Corrected, except for {', '.join(self.left)}:" if self.left else "Corrected:"
+            lines += ["", title, json.dumps(_rope_part(self.corrected), indent=2)]
         return "\n".join(lines)
 
 
@@ -141,6 +145,10 @@ def diagnose(
     if document.kind != "gguf":
         findings += _model_findings(document)
     corrected = _corrected(document, base, replace_trained, findings)
+    left: list[Finding] = []
+    if corrected is not None:
+        again = Document(label=document.label, kind=document.kind, data=corrected)
+        left = [finding for finding in _examine(again, base, replace_trained)[0] if finding.severity != "note"]
     found = sorted(findings, key=lambda finding: ORDER[finding.severity])
     return Report(
         source=document.label,
@@ -148,6 +156,7 @@ def diagnose(
         findings=tuple(found),
         engines=engines,
         corrected=corrected,
+        left=tuple(dict.fromkeys(finding.rule for finding in left)),
         path=document.path,
     )
 
@@ -169,7 +178,7 @@ def _examine(
         return found, engines
     checked: list[Finding] = []
     for view in views(document, checkpoint, replace_trained):
-        for check in CHECKS:
+        for check in () if view.derived else CHECKS:
             checked += check(view)
         said = statements(_over(view))
         if said:
@@ -201,7 +210,7 @@ def _corrected(
 ) -> Any:
     """The document after every change, repeated until nothing changes: one cure can bring the next fault to light."""
     changes = _changes(findings)
-    if document.kind == "gguf" or not changes:
+    if document.kind == "gguf" or not (changes or document.rewritten):
         return None
     data = document.data
     for _ in range(6):
@@ -210,7 +219,15 @@ def _corrected(
         changes = _changes(_examine(again, checkpoint, replace_trained)[0])
         if not changes:
             break
-    return data if data != document.data else None
+    return data if document.rewritten or _differ(data, document.data) else None
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two documents are written differently: 4 and 4.0 are."""
+    try:
+        return repr(one) != repr(other)
+    except RecursionError:
+        return bool(one != other)
 
 
 def _changes(findings: list[Finding]) -> list[Change]:

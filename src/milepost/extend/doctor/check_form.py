@@ -9,6 +9,7 @@ from typing import Any
 
 from milepost.encodings.frequencies import METHODS
 from milepost.encodings.frequencies.config import MODEL_KEYS, ROPE_KEYS, SHARED_KEYS
+from milepost.extend.doctor.classes import ALPHA, MROPE, SU
 from milepost.extend.doctor.findings import DELETE, Change, Finding, View, listed, number, short, whole
 from milepost.extend.engines import TRANSFORMERS_TYPES, VLLM_TYPES
 from milepost.extend.rope_types import rope_type_names
@@ -28,6 +29,15 @@ LENGTHS = (
 )
 SIZES = ("head_dim", "hidden_size", "num_attention_heads")
 BASES = ("rope_theta", "rotary_emb_base", "rope_local_base_freq")
+LEGACY = {"su": "longrope", "mrope": "default"}
+"""Rope types of older files, and what they are called today."""
+SPELT = ("rope_theta", "max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor")
+"""Keys of a configuration whose misspelling is looked for."""
+
+
+def plainly(key: str) -> str:
+    """A key without case, underscores and hyphens."""
+    return key.lower().replace("_", "").replace("-", "")
 
 
 def parsed(value: Any) -> float | int | None:
@@ -68,6 +78,15 @@ def check_numbers(view: View) -> Iterator[Finding]:
             )
             continue
         wrong = None
+        if key in LENGTHS and isinstance(found, float) and whole(found) is not None and where == view.top(key):
+            yield Finding(
+                rule="number-out-of-range",
+                where=where,
+                words=f"{key} is {short(value)}, written with a point: transformers 5 wants whole numbers and stops",
+                fix=f"{key}: {whole(found)}",
+                changes=(Change(path=where, value=whole(found)),),
+            )
+            continue
         if key in LENGTHS and whole(found) is None:
             wrong = "a whole number above 0"
         elif key in BASES and found <= 1:
@@ -88,6 +107,108 @@ def check_numbers(view: View) -> Iterator[Finding]:
             )
 
 
+def check_nulls(view: View) -> Iterator[Finding]:
+    """Null is no value: where transformers fills in what is missing, it keeps a null that is there."""
+    if not view.stated:
+        return
+    nulls = [key for key in ("rope_theta", "partial_rotary_factor") if key in view.block and view.block[key] is None]
+    if "rope_type" in view.block and view.block["rope_type"] is None and view.block.get("type") is not None:
+        nulls.append("rope_type")
+    original = "original_max_position_embeddings"
+    if view.type in ("yarn", "llama3", "longrope") and original in view.block and view.block[original] is None:
+        nulls += [original] if view.original_at_top is None or view.layer_type else []
+    for key in nulls:
+        yield Finding(
+            rule="null-value",
+            where=view.at(key),
+            words=f"{key} is null in the block: transformers keeps it, takes nothing in its place and stops",
+            fix=f"remove {key} from the block, or give it its value",
+            changes=() if key == "rope_type" else (Change(path=view.at(key), value=DELETE),),
+        )
+    truncate = view.block.get("truncate")
+    if view.type == "yarn" and truncate is not None and not isinstance(truncate, bool):
+        meant = {"true": True, "false": False, "1": True, "0": False}.get(str(truncate).lower())
+        yield Finding(
+            rule="truncate-not-boolean",
+            where=view.at("truncate"),
+            words=f"truncate is {short(truncate)}: read as {bool(truncate)}",
+            fix=None if meant is None else f"truncate: {str(meant).lower()}",
+            changes=() if meant is None else (Change(path=view.at("truncate"), value=meant),),
+        )
+
+
+def check_spelling(view: View) -> Iterator[Finding]:
+    """A block or a number of the configuration under a name that is almost right is never read."""
+    if view.path == view.config_path and view.stated:
+        return
+    for key, value in view.config.items():
+        meant = None
+        if isinstance(value, dict) and key not in ("rope_scaling", "rope_parameters"):
+            names = {plainly(name): name for name in ("rope_scaling", "rope_parameters")}
+            close = difflib.get_close_matches(plainly(key), names, n=1, cutoff=0.85)
+            meant = names[close[0]] if close else None
+        elif number(value) is not None and view.rotary and key not in SPELT:
+            names = {plainly(name): name for name in SPELT if view.config.get(name) is None}
+            close = difflib.get_close_matches(plainly(key), names, n=1, cutoff=0.93)
+            meant = names[close[0]] if close else None
+            if meant is not None and view.block.get(meant) is not None:
+                meant = None
+        if meant is None:
+            continue
+        free = view.config.get(meant) is None
+        yield Finding(
+            rule="unknown-key",
+            where=view.top(key),
+            words=f"{key[:60]!r} is no key that any engine reads",
+            fix=f"did you mean {meant!r}?",
+            changes=(Change(path=view.top(meant), value=value), Change(path=view.top(key), value=DELETE))
+            if free
+            else (),
+        )
+
+
+def _meant(view: View, new: Any, old: Any) -> Any:
+    """Of two types the one whose keys the block has; ``rope_type`` where both fit or neither does."""
+
+    def missing(name: Any) -> int:
+        required, optional = ROPE_KEYS.get(LEGACY.get(str(name), str(name)), (frozenset(), frozenset()))
+        return len(set(view.block) - required - optional - SHARED_KEYS) + len(required - set(view.block))
+
+    return old if isinstance(old, str) and missing(old) < missing(new) else new
+
+
+def _legacy(view: View, name: str, key: str) -> Iterator[Finding]:
+    """Types of older files, and types that a class takes for another one."""
+    model_type = view.model_type
+    original = view.block.get("original_max_position_embeddings")
+    if name == "yarn" and model_type in SU and view.kind == "config":
+        yield Finding(
+            rule="type-not-for-class",
+            where=view.at(key),
+            words=f"transformers' {model_type} class takes rope_type 'yarn' for 'longrope' and stops without "
+            "short_factor and long_factor",
+            fix="longrope with both lists: this class has no YaRN",
+        )
+    if name not in LEGACY or view.kind == "override":
+        return
+    if name == "mrope" and (model_type in MROPE or not model_type):
+        return
+    if name == "su" and model_type in SU and original is not None:
+        return
+    why = f"transformers' {model_type} class" if model_type else "transformers"
+    words = f"rope_type {name!r} is the old name of {LEGACY[name]!r}: {why} stops with a KeyError"
+    if name == "su" and model_type in SU:
+        words = f"rope_type 'su' is the old name of 'longrope': {why} stops with a KeyError, because "
+        words += "original_max_position_embeddings is not in the block"
+    yield Finding(
+        rule="type-not-for-class",
+        where=view.at(key),
+        words=words,
+        fix=f"rope_type: {LEGACY[name]}",
+        changes=(Change(path=view.at("rope_type"), value=LEGACY[name]), Change(path=view.at("type"), value=DELETE)),
+    )
+
+
 def check_type(view: View) -> Iterator[Finding]:
     """The type is there, known, lower case, and said once."""
     if not view.stated:
@@ -96,63 +217,100 @@ def check_type(view: View) -> Iterator[Finding]:
     if new is None and old is None:
         extra = sorted(set(view.block) - SHARED_KEYS)
         if extra:
+            misspelt = [key for key in extra if plainly(key) in ("ropetype", "ropescalingtype", "scalingtype")]
+            named = {plainly(key): key for required, optional in ROPE_KEYS.values() for key in required | optional}
+            moves = {key: named[plainly(key)] for key in extra if named.get(plainly(key), key) != key}
+            moves |= {misspelt[0]: "rope_type"} if len(misspelt) == 1 else {}
             yield Finding(
                 rule="rope-type-missing",
                 where=view.path,
                 words=f"{listed(extra)} given and no rope_type: nothing is scaled",
-                fix="add rope_type (linear, dynamic, yarn, llama3 or longrope) and what it needs",
+                fix=f"rename {listed([f'{one!r} to {other!r}' for one, other in moves.items()])}"
+                if len(misspelt) == 1
+                else "add rope_type (linear, dynamic, yarn, llama3 or longrope) and what it needs",
+                changes=tuple(
+                    change
+                    for one, other in moves.items()
+                    for change in (
+                        Change(path=view.at(other), value=view.block[one]),
+                        Change(path=view.at(one), value=DELETE),
+                    )
+                )
+                if len(misspelt) == 1
+                else (),
             )
         return
-    if new is not None and old is not None and new != old:
+    if new is not None and old is not None and new != old and LEGACY.get(str(old)) != new:
+        keep = _meant(view, new, old)
         yield Finding(
             rule="type-disagrees",
             where=view.at("type"),
-            words=f"rope_type is {short(new)} and type is {short(old)}: transformers takes {short(new)} silently",
-            fix="keep rope_type only",
-            changes=(Change(path=view.at("type"), value=DELETE),),
+            words=f"rope_type is {short(new)} and type is {short(old)}: transformers takes {short(new)} silently, "
+            "vLLM stops",
+            fix="keep rope_type only" if keep == new else f"rope_type: {keep}, whose keys are in the block",
+            changes=(
+                *(() if keep == new else (Change(path=view.at("rope_type"), value=keep),)),
+                Change(path=view.at("type"), value=DELETE),
+            ),
         )
+        if keep != new:
+            return  # what is wrong with the other type is not worth a word
     key = "type" if new is None else "rope_type"
     name = old if new is None else new
+    if isinstance(name, str):
+        yield from _legacy(view, name, key)
     if new is None:
         yield Finding(
             rule="legacy-type-key",
             where=view.at("type"),
             words="type is the old name of rope_type",
             changes=(Change(path=view.at("rope_type"), value=name), Change(path=view.at("type"), value=DELETE))
-            if isinstance(name, str)
+            if isinstance(name, str) and name not in LEGACY
             else (),
         )
     if not isinstance(name, str):
         yield Finding(rule="rope-type-unknown", where=view.at(key), words=f"rope_type is {short(name)}, not a name")
         return
-    known = {*TRANSFORMERS_TYPES, *VLLM_TYPES, "su", "mrope", "axial"}
+    known = {*TRANSFORMERS_TYPES, *VLLM_TYPES, *LEGACY, "axial"}
     if name in known:
-        if name not in TRANSFORMERS_TYPES and name not in ("su", "mrope", "axial"):
+        if name not in TRANSFORMERS_TYPES and name not in (*LEGACY, "axial"):
             yield Finding(
                 rule="rope-type-one-engine",
                 where=view.at(key),
                 words=f"rope_type {name!r} is vLLM's: transformers stops with a KeyError",
             )
+        if name == "dynamic" and view.block.get("alpha") is not None and view.kind != "override":
+            if view.model_type and view.model_type not in ALPHA:
+                missing = "and stops without factor" if view.block.get("factor") is None else "and takes factor"
+                yield Finding(
+                    rule="rope-type-one-engine",
+                    where=view.at("alpha"),
+                    words=f"alpha is read by vLLM and by the hunyuan classes: transformers' {view.model_type} class "
+                    f"does not read it, {missing}",
+                )
         return
-    if name.lower() in known:
+    if name.strip().lower() in known:
+        meant = name.strip().lower()
         yield Finding(
             rule="rope-type-case",
             where=view.at(key),
-            words=f"rope_type {name!r} is not {name.lower()!r} for any engine",
-            fix=f"rope_type: {name.lower()}",
-            changes=(Change(path=view.at(key), value=name.lower()),),
+            words=f"rope_type {name!r} is not {meant!r} for any engine",
+            fix=f"rope_type: {meant}",
+            changes=(Change(path=view.at(key), value=meant),),
         )
         return
-    close = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), (*TRANSFORMERS_TYPES, "ntk"), n=1, cutoff=0.6)
     words = f"rope_type {name[:40]!r} is unknown: transformers warns and stops with a KeyError in the model"
     if name in rope_type_names() or name in METHODS:
         words = f"rope_type {name!r} is a method of milepost: engines know it after milepost.register_rope_types() only"
+    sure = bool(close) and name not in METHODS and name not in rope_type_names()
+    sure = sure and difflib.SequenceMatcher(None, name.lower(), close[0]).ratio() >= 0.75
     yield Finding(
         rule="rope-type-unknown",
         where=view.at(key),
         words=words,
         fix=f"did you mean {close[0]!r}?" if close else None,
-        changes=(Change(path=view.at(key), value=close[0]),) if close and name not in METHODS else (),
+        changes=(Change(path=view.at(key), value=close[0]),) if sure else (),
     )
 
 
@@ -161,6 +319,9 @@ def check_keys(view: View) -> Iterator[Finding]:
     kind = view.type
     if not view.stated or kind not in ROPE_KEYS:
         return
+    new, old = view.block.get("rope_type"), view.block.get("type")
+    if new is not None and old is not None and new != old and _meant(view, new, old) != new:
+        return  # the other type is the one whose keys are there
     required, optional = ROPE_KEYS[kind]
     if kind == "dynamic" and "alpha" in view.block:
         required, optional = frozenset(), optional | {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}

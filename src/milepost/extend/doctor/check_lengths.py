@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import le
 
+from milepost.extend.doctor.classes import ORIGINALS
 from milepost.extend.doctor.findings import DELETE, Change, Finding, View, number, short, whole
 
 NATIVE_LENGTHS = (2048, 4096, 8192, 32768)
@@ -21,6 +23,15 @@ def check_factor(view: View) -> Iterator[Finding]:
             words=f"factor is {factor:g}: input would get shorter",
             fix=None if inverse is None else f"factor: {inverse:g}, if {factor:g} was meant as its inverse",
             changes=() if inverse is None else (Change(path=view.at("factor"), value=round(inverse, 6)),),
+        )
+    written = view.block.get("factor")
+    if view.stated and view.type == "linear" and isinstance(written, int) and whole(written):
+        yield Finding(
+            rule="factor-integer",
+            where=view.at("factor"),
+            words=f"factor {written} is written without a point: vLLM's linear type stops (TypeError)",
+            fix=f"factor: {written}.0",
+            changes=(Change(path=view.at("factor"), value=float(written)),) if written < 2**53 else (),
         )
 
 
@@ -47,13 +58,29 @@ def check_original(view: View) -> Iterator[Finding]:
                 Change(path=view.top("original_max_position_embeddings"), value=DELETE),
             ),
         )
-    if inner is None and outer is None:
+    own = ORIGINALS.get(view.model_type)
+    if own is not None and outer is None and inner is not None and inner != own and view.kind == "config":
+        yield Finding(
+            rule="original-lengths-disagree",
+            where=view.at("original_max_position_embeddings"),
+            words=f"original_max_position_embeddings is {short(inner)} in the block, and transformers' "
+            f"{view.model_type} class takes its own {own} unless the top level states one",
+            fix=f"state {short(inner)} at the top level",
+            changes=(Change(path=view.top("original_max_position_embeddings"), value=inner),)
+            if whole(inner)
+            else (),
+        )
+    if inner is None and outer is None and (own is None or view.kind != "config"):
         proposal, reason = propose_original(view)
         yield Finding(
             rule="original-length-missing",
             where=view.at("original_max_position_embeddings"),
             words="original_max_position_embeddings is missing"
-            + (f": transformers measures against {view.max_length}" if view.max_length else ""),
+            + (
+                f": transformers measures against {view.max_length}"
+                if view.max_length and "original_max_position_embeddings" not in view.block
+                else ""
+            ),
             fix="add original_max_position_embeddings: "
             + (f"{proposal} ({reason})" if proposal else "the length before scaling"),
             changes=()
@@ -67,7 +94,7 @@ def propose_original(view: View) -> tuple[int | None, str]:
     longest, factor = view.max_length, view.factor
     if view.type == "llama3" and (longest is None or longest > 8192):
         return 8192, "every published checkpoint with llama3 scaling"
-    if longest is None:
+    if longest is None or (view.type == "longrope" and factor is None):
         return None, ""
     if longest in NATIVE_LENGTHS or factor is None or factor <= 1:
         return longest, "max_position_embeddings, which looks unstretched"
@@ -89,7 +116,15 @@ def check_lengths(view: View) -> Iterator[Finding]:
             words=f"original_max_position_embeddings {original} is not below max_position_embeddings {longest}",
             fix="state the stretched length in max_position_embeddings",
         )
-    if view.type in ("yarn", "linear", "longrope") and factor is not None and factor >= 1:
+    if view.type == "longrope" and original > longest:
+        yield Finding(
+            rule="length-mismatch",
+            where=view.top("max_position_embeddings"),
+            words=f"original_max_position_embeddings {original} is above max_position_embeddings {longest}: the long "
+            "list is never used, and nothing is stretched",
+            fix="the stretched length in max_position_embeddings, the one before it in the original length",
+        )
+    elif view.type in ("yarn", "linear", "longrope") and factor is not None and factor >= 1:
         reached = round(original * factor) if original * factor < 2**53 else 0
         if reached != longest and reached > 0:
             effect = "serving stacks cut at the declared length" if longest < reached else "beyond that it is untrained"
@@ -121,7 +156,12 @@ def check_range(view: View) -> Iterator[Finding]:
             yield Finding(
                 rule="range-backwards",
                 where=view.at(high),
-                words=f"{high} {top:g} is below {low} {bottom:g}: slow pairs are not stretched at all",
+                words=f"{high} {top:g} is below {low} {bottom:g}: "
+                + (
+                    "slow pairs are not stretched at all"
+                    if high == "beta_fast"
+                    else "there is no blend, and engines disagree about the pairs between the two"
+                ),
                 fix=f"{high}: {bottom:g}, {low}: {top:g}" if swapped else f"{high} above {low}",
                 changes=(Change(path=view.at(high), value=lower), Change(path=view.at(low), value=upper))
                 if swapped
@@ -160,6 +200,16 @@ def check_lists(view: View) -> Iterator[Finding]:
         if pairs is not None and len(value) != pairs:
             yield Finding(
                 rule="list-length", where=view.at(key), words=f"{key} has {len(value)} numbers, needs {wanted}", fix=fix
+            )
+    lists = [view.block.get(key) for key in ("short_factor", "long_factor")]
+    if all(isinstance(item, list) and all(number(x) is not None and x > 0 for x in item) for item in lists):
+        near, far = (list(item or ()) for item in lists)
+        if len(near) == len(far) and near != far and all(map(le, far, near)):
+            yield Finding(
+                rule="lists-swapped",
+                where=view.at("long_factor"),
+                words="every divisor of long_factor is at most that of short_factor: long input is stretched less",
+                fix="swap short_factor and long_factor, if the original checkpoint has them the other way round",
             )
     if len(set(sizes.values())) == 2 and pairs is None:
         yield Finding(

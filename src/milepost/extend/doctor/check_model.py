@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from milepost.extend.doctor.findings import DELETE, Change, Finding, View, number, short
-
-IGNORES_PARTIAL = frozenset(
-    {
-        *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
-        *("olmo", "olmo2", "olmo3", "granite", "smollm3", "cohere", "cohere2", "gpt_oss", "starcoder2", "ministral3"),
-    }
-)
-"""Model types whose class in transformers 5.24 rotates the whole head whatever partial_rotary_factor says."""
+from milepost.extend.doctor.classes import IGNORES_PARTIAL, NULL_HEAD_DIM_STOPS, THETAS
+from milepost.extend.doctor.findings import DELETE, Change, Finding, View, figure, number, short, whole
 
 
 def check_theta(view: View) -> Iterator[Finding]:
@@ -44,7 +37,10 @@ def check_theta(view: View) -> Iterator[Finding]:
         yield Finding(
             rule="theta-missing",
             where=view.at("rope_theta") if view.stated else view.top("rope_theta"),
-            words="no rope_theta: transformers takes its class's default (10000 in most), other readers theirs",
+            words=f"no rope_theta: transformers takes its {view.model_type} class's default, "
+            f"{figure(THETAS[view.model_type])}, other readers theirs"
+            if view.model_type in THETAS
+            else "no rope_theta: transformers takes its class's default (10000 in most), other readers theirs",
             fix="state the base that the model was trained with",
         )
 
@@ -123,6 +119,16 @@ def check_partial(view: View) -> Iterator[Finding]:
             words=f"transformers' {model_type} class ignores partial_rotary_factor {partial:g}: the whole head rotates",
             fix="use a class that honours it, or remove it if the whole head was rotated in training",
         )
+    inner = number(view.block.get("partial_rotary_factor"))
+    outer = number(view.get("partial_rotary_factor", "rotary_pct"))
+    if view.path != view.config_path and inner is not None and outer is not None and inner != outer:
+        yield Finding(
+            rule="partial-disagrees",
+            where=view.at("partial_rotary_factor"),
+            words=f"partial_rotary_factor is {inner:g} in the block and {outer:g} at the top level: transformers 5 "
+            f"takes {inner:g}, version 4 {outer:g}",
+            fix="state the share that rotated in training, once",
+        )
     if view.type == "proportional" and partial is None:
         yield Finding(
             rule="share-missing",
@@ -131,6 +137,27 @@ def check_partial(view: View) -> Iterator[Finding]:
             fix="add partial_rotary_factor, the share of pairs that rotate",
         )
     head_dim, rotary_dim = view.head_dim, view.rotary_dim
+    null = "head_dim" in view.config and view.config["head_dim"] is None
+    if null and view.model_type in NULL_HEAD_DIM_STOPS and view.stated and view.type in ("yarn", "dynamic", "longrope"):
+        yield Finding(
+            rule="head-dim-null",
+            where=view.top("head_dim"),
+            words=f"head_dim is null, and transformers' {view.model_type} class keeps it: {view.type} multiplies None "
+            "and stops (TypeError)",
+            fix="remove head_dim" + (f", or write head_dim: {head_dim}" if head_dim else ""),
+            changes=(Change(path=view.top("head_dim"), value=DELETE if head_dim is None else head_dim),),
+        )
+    sections = view.block.get("mrope_section")
+    if sections is not None and rotary_dim is not None:
+        parts = sections if isinstance(sections, (list, tuple)) else []
+        total = sum(whole(part) or 0 for part in parts)
+        if total != rotary_dim // 2 or any(whole(part) is None for part in parts):
+            yield Finding(
+                rule="mrope-sections",
+                where=view.at("mrope_section"),
+                words=f"mrope_section {short(sections)} adds up to {total}: {rotary_dim // 2} pairs rotate",
+                fix=f"sections that add up to {rotary_dim // 2}, from the original checkpoint",
+            )
     if head_dim is not None and head_dim > 65536:
         yield Finding(rule="size-implausible", where=view.top("head_dim"), words=f"a head of {head_dim} channels")
     elif rotary_dim is not None and view.rotary and (rotary_dim < 2 or (rotary_dim % 2 and rotary_dim == head_dim)):
@@ -162,7 +189,7 @@ def check_small_print(view: View) -> Iterator[Finding]:
                 fix="milepost.register_rope_types(override=True) honours it",
             )
     dtype = view.get("dtype", "torch_dtype")
-    if dtype in ("bfloat16", "float16") and view.layer_type is None:
+    if dtype in ("bfloat16", "float16"):
         yield Finding(
             rule="half-precision-note",
             where=view.top("dtype" if "dtype" in view.config else "torch_dtype"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from milepost.extend.doctor.check_form import check_keys, check_numbers, check_type
+from milepost.extend.doctor.check_form import check_keys, check_nulls, check_numbers, check_spelling, check_type
 from milepost.extend.doctor.check_lengths import (
     check_factor,
     check_length_dependence,
@@ -20,6 +20,8 @@ Check = Callable[[View], Iterator[Finding]]
 
 CHECKS: tuple[Check, ...] = (
     check_numbers,
+    check_nulls,
+    check_spelling,
     check_type,
     check_keys,
     check_factor,

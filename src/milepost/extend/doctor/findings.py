@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.encodings.frequencies.base import is_number
+from milepost.extend.doctor.classes import HEAD_DIMS, LAYERED, ORIGINALS, PARTIALS, THETAS
 from milepost.extend.doctor.rules import RULES, Severity
 
 Path = tuple[str, ...]
@@ -112,6 +113,8 @@ class View:
     replace_trained: bool = False
     stated: bool = field(default=True)
     """False where the document has no rope block at all."""
+    derived: bool = False
+    """True for a block that the model class makes by itself: described, not checked."""
 
     def get(self, *names: str) -> Any:
         """The first of these keys of the configuration that is there and not null."""
@@ -137,18 +140,28 @@ class View:
         return {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}.get(found.lower(), found.lower())
 
     @property
+    def model_type(self) -> str:
+        """The model type, empty where the file names none."""
+        found = self.config.get("model_type")
+        return found if isinstance(found, str) else ""
+
+    @property
     def rotary(self) -> bool:
         """Whether anything says that positions are rotary: a block, a base, the kind of document, the model type."""
-        model_type = self.config.get("model_type")
-        if self.stated or self.theta is not None or self.kind != "config" or not isinstance(model_type, str):
+        if self.stated or self.theta is not None or self.kind != "config" or not self.model_type:
             return True
-        return model_type in ROTARY
+        return (self.model_type in ROTARY or self.model_type in LAYERED) and self.config.get("alibi") is not True
 
     @property
     def theta(self) -> Any:
         """The base, wherever it stands."""
         found = self.block.get("rope_theta")
         return self.get("rope_theta", "rotary_emb_base") if found is None else found
+
+    @property
+    def base(self) -> float | None:
+        """The base that is used: the stated one, the class's where none is; None where it is no number."""
+        return THETAS.get(self.model_type, 10000.0) if self.theta is None else number(self.theta)
 
     @property
     def max_length(self) -> int | None:
@@ -159,9 +172,15 @@ class View:
 
     @property
     def original(self) -> int | None:
-        """The original length, from the block or beside it."""
+        """The original length, from the block, beside it, or the class's own."""
         inner = whole(self.block.get("original_max_position_embeddings"))
-        return inner if inner is not None else whole(self.get("original_max_position_embeddings"))
+        return inner if inner is not None else self.original_at_top
+
+    @property
+    def original_at_top(self) -> int | None:
+        """The original length that wins over the block's: stated beside it, or the class's own."""
+        found = whole(self.get("original_max_position_embeddings")) if self.path != self.config_path else None
+        return found if found is not None else ORIGINALS.get(self.model_type)
 
     @property
     def factor(self) -> float | None:
@@ -170,11 +189,18 @@ class View:
     @property
     def partial(self) -> float | None:
         found = number(self.block.get("partial_rotary_factor"))
-        return found if found is not None else number(self.get("partial_rotary_factor", "rotary_pct", "rope_pct"))
+        if found is None:
+            found = number(self.get("partial_rotary_factor", "rotary_pct", "rope_pct"))
+        width, head_dim = whole(self.config.get("rotary_dim")), self.head_dim
+        if found is None and width is not None and head_dim is not None and width <= head_dim:
+            return width / head_dim
+        return PARTIALS.get(self.model_type) if found is None else found
 
     @property
     def head_dim(self) -> int | None:
-        found = whole(self.get("qk_rope_head_dim", "head_dim"))
+        found = whole(self.get("qk_rope_head_dim", "head_dim", "kv_channels"))
+        if found is None and "head_dim" not in self.config:
+            found = HEAD_DIMS.get(self.model_type)
         if found is not None:
             return found
         hidden, heads = whole(self.get("hidden_size", "n_embd")), whole(self.get("num_attention_heads", "n_head"))

@@ -37,8 +37,8 @@ RULES: dict[str, Rule] = {
             "not-json",
             "error",
             "The file is not JSON",
-            "Nothing can be read from it. Single quotes, a trailing comma, or a block that passed through a shell are "
-            "the usual causes.",
+            "Nothing can be read from it. Single quotes, a trailing comma, a byte order mark, or a block that passed "
+            "through a shell are the usual causes.",
             "{'rope_theta': 10000}",
             '{"rope_theta": 10000}',
         ),
@@ -67,6 +67,95 @@ RULES: dict[str, Rule] = {
             '"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default", '
             '"rope_theta": 1000000.0}',
             '"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000000.0}',
+        ),
+        _rule(
+            "duplicate-key",
+            "error",
+            "A key stands twice with two values",
+            "JSON parsers keep one and drop the other without a word: Python the last, some others the first.",
+            '"rope_theta": 10000.0, "rope_theta": 1000000.0',
+            '"rope_theta": 1000000.0',
+        ),
+        _rule(
+            "block-not-read",
+            "error",
+            "The block stands where the model does not read it",
+            "A model with a text_config reads its rope block there. Classes with blocks per layer type do not read a "
+            "flat rope_parameters, classes with one block do not read blocks per layer type. The scaling is lost "
+            "without a word, or the model stops with an AttributeError or a KeyError.",
+            f'{_YARN}}}, "text_config": {{"model_type": "qwen2", "rope_theta": 1000000.0}}',
+            f'"text_config": {{"model_type": "qwen2", "rope_theta": 1000000.0, {_YARN}}}}}',
+        ),
+        _rule(
+            "type-not-for-class",
+            "error",
+            "This model class does not know the type by that name",
+            "su is the old name of longrope and mrope of default with an mrope_section: only the classes that once "
+            "wrote them still read them, phi3 only with the original length inside the block. phi3 takes yarn for "
+            "longrope. vLLM renames su and mrope in a file.",
+            '"model_type": "qwen2", "rope_scaling": {"rope_type": "mrope", "mrope_section": [16, 24, 24]}',
+            '"model_type": "qwen2", "rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}',
+        ),
+        _rule(
+            "null-value",
+            "error",
+            "A key of the block is null",
+            "transformers fills in what is missing, and keeps what is there: a null base, type, share or original "
+            "length reaches the computation and stops it.",
+            '"rope_theta": 1000000.0, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": null}',
+            '"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000000.0}',
+        ),
+        _rule(
+            "truncate-not-boolean",
+            "error",
+            "truncate is neither true nor false",
+            "Engines ask whether it is empty: the text \"false\" counts as true.",
+            f'{_YARN}, "truncate": "false"}}',
+            f'{_YARN}, "truncate": false}}',
+        ),
+        _rule(
+            "head-dim-null",
+            "error",
+            "head_dim is null",
+            "Classes without a head_dim of their own keep the null, and yarn, dynamic and longrope multiply it in "
+            "transformers 5.24. Files that transformers saved itself contain it.",
+            f'"model_type": "qwen2", "head_dim": null, {_YARN}}}',
+            f'"model_type": "qwen2", "head_dim": 128, {_YARN}}}',
+        ),
+        _rule(
+            "mrope-sections",
+            "error",
+            "The sections of M-RoPE do not add up to the pairs that rotate",
+            "Each pair belongs to time, height or width; the sections count pairs, half the rotary dimension.",
+            '"head_dim": 128, "rope_scaling": {"rope_type": "default", "mrope_section": [32, 48, 48]}',
+            '"head_dim": 128, "rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}',
+        ),
+        _rule(
+            "partial-disagrees",
+            "error",
+            "Two different rotated shares",
+            "transformers 5 takes the block's, transformers 4 and other readers the one at the top level.",
+            '"partial_rotary_factor": 0.4, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}',
+            '"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}',
+        ),
+        _rule(
+            "lists-swapped",
+            "warning",
+            "LongRoPE's long list stretches less than its short list",
+            "The long list is for longer input; published ones divide by more in every pair.",
+            '"rope_scaling": {"rope_type": "longrope", "short_factor": [2.0, 4.0], "long_factor": [1.0, 1.0], '
+            '"original_max_position_embeddings": 4096}',
+            '"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0], '
+            '"original_max_position_embeddings": 4096}',
+        ),
+        _rule(
+            "factor-integer",
+            "warning",
+            "vLLM's linear type stops at an integer factor",
+            "transformers takes 4 and 4.0 alike; vLLM 0.33 asks whether the factor is a float and takes anything else "
+            "for a list of factors.",
+            '"rope_scaling": {"rope_type": "linear", "factor": 4}',
+            '"rope_scaling": {"rope_type": "linear", "factor": 4.0}',
         ),
         _rule(
             "nested-mixed",
@@ -123,7 +212,7 @@ RULES: dict[str, Rule] = {
             "type-disagrees",
             "error",
             "type and rope_type disagree",
-            "transformers takes rope_type without a word; older code takes type.",
+            "transformers takes rope_type without a word; older code takes type; vLLM stops.",
             '"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}',
             '"rope_scaling": {"rope_type": "linear", "factor": 2.0}',
         ),
@@ -208,7 +297,8 @@ RULES: dict[str, Rule] = {
             "original-lengths-disagree",
             "error",
             "Two different original lengths",
-            "transformers takes the one at the top level without a word, vLLM the one in the block.",
+            "transformers takes the one at the top level without a word, and so does vLLM, which reads files through "
+            "it; converters for llama.cpp take the block's. phi3's class has one of its own, 4096.",
             f'"original_max_position_embeddings": 4096, {_YARN}}}',
             f"{_YARN}}}",
         ),

@@ -12,13 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from milepost.encodings.frequencies.config import ROPE_KEYS, SHARED_KEYS
-from milepost.extend.doctor.findings import DELETE, Change, Finding, View
+from milepost.encodings.frequencies.config import ROPE_KEYS, SHARED_KEYS, THETA_KEYS
+from milepost.extend.doctor.classes import FLAT_ONLY, LAYERED
+from milepost.extend.doctor.findings import DELETE, ROTARY, Change, Finding, View, listed, short
 
 Kind = Literal["config", "parameters", "override", "gguf"]
 BLOCKS = ("rope_parameters", "rope_scaling")
 FLAT_KEYS = SHARED_KEYS.union({"method"}, *(required | optional for required, optional in ROPE_KEYS.values()))
 """Keys of a flat block: an object under one of them is a mistake, not a layer type."""
+MARKS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
+"""Byte order marks, and the encoding that each one names."""
+OTHER_PARTS = ("vision", "visual", "audio", "image", "quant", "generation")
+"""Words in the names of inner configurations that are not a language model's."""
+WATCHED = FLAT_KEYS.union(
+    (*BLOCKS, *THETA_KEYS, "text_config", "layer_types", "model_type", "max_position_embeddings", "head_dim"),
+    ("original_max_position_embeddings", "hidden_size", "num_attention_heads", "rotary_pct", "rope_local_base_freq"),
+    ("full_attention", "sliding_attention"),
+)
+"""Keys that change positions when one of two values is dropped."""
 IDENTITY = frozenset({"model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size", "text_config"})
 
 
@@ -41,6 +52,8 @@ class Document:
     """The config.json that stands beside a GGUF file."""
     projections: list[tuple[Any, Any]] = field(default_factory=list)
     """(query, key) weights of some layers of a GGUF file."""
+    rewritten: bool = False
+    """Whether writing ``data`` out again mends something by itself."""
 
 
 def read(source: Any, kind: Kind | None = None) -> Document:
@@ -83,6 +96,17 @@ def guess(data: Mapping[str, Any]) -> Kind:
 
 
 def _from_path(path: Path, name: str, kind: Kind | None) -> Document:
+    try:
+        return _from_existing(path, name, kind)
+    except (OSError, ValueError) as error:  # too long for a path, or a null character in it
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"{short(name)} cannot be a path: {error.args[-1]}") from error
+
+
+def _from_existing(path: Path, name: str, kind: Kind | None) -> Document:
+    if not name.strip():
+        raise SourceError(f"{name!r} is no path: give a file, a folder or JSON")
     if path.is_dir():
         config = path / "config.json"
         files = sorted(path.glob("*.gguf"))
@@ -95,6 +119,14 @@ def _from_path(path: Path, name: str, kind: Kind | None) -> Document:
         return document
     if path.is_file():
         return _from_gguf(path, name) if path.suffix == ".gguf" else _from_file(path, name, kind)
+    if path.is_fifo():
+        document = _from_file(path, name, kind)
+        document.path = None
+        return document
+    if path.is_symlink():
+        raise SourceError(f"{name} is a link to {path.readlink()}, which does not exist")
+    if path.exists():
+        raise SourceError(f"{name} is neither a file nor a folder")
     if name.count("/") == 1 and not name.startswith((".", "/")) and path.suffix not in (".json", ".gguf"):
         return _from_file(_from_hub(name), name, kind)
     raise SourceError(f"{name} does not exist")
@@ -116,24 +148,58 @@ def _from_hub(name: str) -> Path:
 
 def _from_file(path: Path, label: str, kind: Kind | None) -> Document:
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        encoding = next((name for mark, name in MARKS if content.startswith(mark)), "utf-8")
+        text = content.decode(encoding)
     except (OSError, UnicodeDecodeError) as error:
         document = Document(label=label, path=path)
         document.findings.append(Finding(rule="not-json", words=f"{path.name} cannot be read as text: {error}"))
         return document
     document = _from_text(text, label, kind)
     document.path = path
+    if encoding != "utf-8":
+        document.rewritten = True
+        document.findings.append(
+            Finding(
+                rule="not-json",
+                words=f"{path.name} begins with the byte order mark of {encoding}: transformers and vLLM read UTF-8 "
+                "without a mark and stop",
+                fix="write it as UTF-8 without a byte order mark",
+            )
+        )
     return document
 
 
 def _from_text(text: str, label: str, kind: Kind | None) -> Document:
+    twice: dict[str, list[Any]] = {}
+
+    def gathered(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            for name in {key for key, _ in pairs} & WATCHED:
+                values = [value for key, value in pairs if key == name]
+                if any(value != values[0] for value in values):
+                    twice[name] = values
+        return found
+
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=gathered)
     except (ValueError, RecursionError) as error:
         document = Document(label=label, kind=kind or "config")
         document.findings.append(Finding(rule="not-json", words=f"not JSON: {str(error)[:200]}"))
         return document
-    return Document(label=label, kind=kind or (guess(data) if isinstance(data, dict) else "config"), data=data)
+    document = Document(label=label, kind=kind or (guess(data) if isinstance(data, dict) else "config"), data=data)
+    for name, values in twice.items():
+        document.rewritten = True
+        document.findings.append(
+            Finding(
+                rule="duplicate-key",
+                words=f"{name} stands twice in one object: {listed([short(value) for value in values])}; Python takes "
+                "the last one without a word",
+                fix="keep the one that you mean",
+            )
+        )
+    return document
 
 
 def _from_gguf(path: Path, label: str) -> Document:
@@ -188,12 +254,99 @@ def views(document: Document, checkpoint: Mapping[str, Any] | None, replace_trai
     if document.kind == "parameters":
         yield View(config=data, block=data, **common)
         return
-    config = data
-    prefix: tuple[str, ...] = ()
+    if document.kind == "override":
+        text = data.get("text_config")
+        inside = isinstance(text, dict) and not _has_rope(data)
+        config = text if inside and isinstance(text, dict) else data
+        prefix: tuple[str, ...] = ("text_config",) if inside else ()
+        if checkpoint is not None and not inside:
+            yield from _override_beside_text(document, data, checkpoint)
+        common["checkpoint"] = _text_of(checkpoint) if checkpoint is not None else None
+        yield from _blocks(document, config, prefix, common)
+        return
+    for config, prefix in _parts(document, data, ()):
+        yield from _blocks(document, config, prefix, common)
+
+
+def _has_rope(config: Mapping[str, Any]) -> bool:
+    return any(config.get(name) is not None for name in (*BLOCKS, "rope_theta"))
+
+
+def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a checkpoint's configuration."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and not _has_rope(config) else config
+
+
+def _override_beside_text(
+    document: Document, data: Mapping[str, Any], checkpoint: Mapping[str, Any]
+) -> Iterator[View]:
+    """Find a block at the top of an override whose checkpoint keeps its language model in text_config."""
+    text = checkpoint.get("text_config")
+    moved = [name for name in (*BLOCKS, "rope_theta") if data.get(name) is not None]
+    if isinstance(text, dict) and (_has_rope(text) or "hidden_size" in text) and moved:
+        document.findings.append(_not_read(moved, data, (), "the checkpoint's language model reads text_config"))
+    yield from ()
+
+
+def _not_read(names: list[str], config: Mapping[str, Any], prefix: tuple[str, ...], reason: str) -> Finding:
+    moves = [Change(path=(*prefix, "text_config", name), value=config[name]) for name in names]
+    return Finding(
+        rule="block-not-read",
+        where=(*prefix, names[0]),
+        words=f"{listed(names)} at the top level: {reason}, and these are not read",
+        fix="move into text_config",
+        changes=(*moves, *(Change(path=(*prefix, name), value=DELETE) for name in names)),
+    )
+
+
+def _parts(
+    document: Document, data: dict[str, Any], prefix: tuple[str, ...], depth: int = 0
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The language models of a configuration: its text_config, itself, or what inner configurations hold."""
     text = data.get("text_config")
-    if isinstance(text, dict) and not any(data.get(name) is not None for name in (*BLOCKS, "rope_theta")):
-        config, prefix = text, ("text_config",)
-    yield from _blocks(document, config, prefix, common)
+    if isinstance(text, dict) and (_has_rope(text) or any(key in text for key in IDENTITY)):
+        beside = [name for name in BLOCKS if isinstance(data.get(name), dict) and data[name]]
+        lost = [name for name in beside if not any(_same(data[name], text.get(other)) for other in BLOCKS)]
+        if lost:
+            document.findings.append(
+                _not_read(lost, data, prefix, "the language model reads text_config")
+                if not any(text.get(name) for name in BLOCKS)
+                else Finding(
+                    rule="block-not-read",
+                    where=(*prefix, lost[0]),
+                    words=f"{listed(lost)} differs from the block of text_config, which is the one that is read",
+                    fix="keep the block in text_config only",
+                )
+            )
+        yield text, (*prefix, "text_config")
+        return
+    inner = [
+        (key, value)
+        for key, value in data.items()
+        if isinstance(value, dict) and key.endswith("_config") and not any(word in key for word in OTHER_PARTS)
+    ]
+    if not _has_rope(data) and data.get("model_type") not in ROTARY and depth < 3:
+        found = [part for key, value in inner for part in _parts(document, value, (*prefix, key), depth + 1)]
+        found = [(config, where) for config, where in found if _has_rope(config) or config.get("model_type") in ROTARY]
+        if found:
+            yield from found
+            return
+    yield data, prefix
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two blocks say the same, ``type`` being the old name of ``rope_type``."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    return _plainly(one) == _plainly(other)
+
+
+def _plainly(block: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    found = {key: value for key, value in {**more, **block}.items() if value is not None}
+    old = found.pop("type", None)
+    found.setdefault("rope_type", old)
+    return found
 
 
 def _blocks(
@@ -206,16 +359,19 @@ def _blocks(
             continue
         present.remove(name)
         mended = _parsed(config[name])
+        empty = config[name] in (False, 0, "", "null", "none", "None", [])
         document.findings.append(
             Finding(
                 rule="block-not-an-object",
                 where=(*prefix, name),
                 words=f"{name} is {type(config[name]).__name__}, not an object",
-                fix=None if mended is None else "unquote it",
-                changes=() if mended is None else (Change(path=(*prefix, name), value=mended),),
+                fix="unquote it" if mended is not None else f"{name}: null" if empty else None,
+                changes=(Change(path=(*prefix, name), value=mended),) if mended is not None or empty else (),
             )
         )
-    if len(present) == 2 and config["rope_parameters"] != config["rope_scaling"]:
+    present = [name for name in present if config[name]] or present[:1]
+    theta = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
+    if len(present) == 2 and _plainly(config["rope_parameters"], **theta) != _plainly(config["rope_scaling"], **theta):
         document.findings.append(
             Finding(
                 rule="two-blocks",
@@ -224,7 +380,21 @@ def _blocks(
                 fix="keep one",
             )
         )
+    if len(present) == 2:
         present = ["rope_scaling"]
+    model_type = config.get("model_type")
+    layered = LAYERED.get(model_type) if isinstance(model_type, str) and document.kind == "config" else None
+    if layered is not None and present != ["rope_parameters"]:
+        block = config[present[0]] if present else {}
+        inside = {**config, "rope_theta": config.get(layered.full[0])}
+        path = (*prefix, *present)
+        yield View(
+            block=block, path=path, stated=bool(block), layer_type="full_attention", **{**around, "config": inside}
+        )
+        key, usual = layered.sliding
+        block = {**(block if layered.both else {}), "rope_theta": config.get(key, usual)}
+        yield View(block=block, path=path, layer_type="sliding_attention", derived=True, **around)
+        return
     if not present:
         yield View(block={}, path=prefix, stated=False, **around)
         return
@@ -255,7 +425,18 @@ def _flat_or_nested(
     document: Document, config: dict[str, Any], block: dict[str, Any], path: tuple[str, ...], around: dict[str, Any]
 ) -> Iterator[View]:
     inner = [key for key, value in block.items() if isinstance(value, dict) and key not in FLAT_KEYS]
+    model_type = str(config.get("model_type"))
     if not inner:
+        if model_type in LAYERED and document.kind == "config" and block:
+            document.findings.append(
+                Finding(
+                    rule="block-not-read",
+                    where=path,
+                    words=f"transformers' {model_type} class reads one block per layer type, and not this flat one",
+                    fix='"rope_parameters": {"full_attention": {...}, "sliding_attention": {...}}',
+                    changes=(Change(path=path, value={"full_attention": dict(block)}),),
+                )
+            )
         yield View(block=block, path=path, stated=bool(block), **around)
         return
     flat = [key for key in block if key not in inner and block[key] is not None]
@@ -267,6 +448,18 @@ def _flat_or_nested(
                 words=f"{', '.join(sorted(flat)[:4])} stand beside layer types: they are not read",
                 fix="move them into each layer type's block",
                 changes=tuple(_moved(block, flat, inner, path)),
+            )
+        )
+    if model_type in FLAT_ONLY and document.kind == "config":
+        same = all(block[key] == block[inner[0]] for key in inner)
+        document.findings.append(
+            Finding(
+                rule="block-not-read",
+                where=path,
+                words=f"transformers' {model_type} class reads one flat block: those of {listed(sorted(inner)[:3])} "
+                "are not read, or stop it",
+                fix="state one flat block",
+                changes=(Change(path=path, value=dict(block[inner[0]])),) if same else (),
             )
         )
     layers = config.get("layer_types")

@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import copy
+import functools
+import gc
+import pickle
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -239,3 +245,173 @@ def test_trainer_runs_with_an_attached_encoding(tmp_path: Any) -> None:
     with attach(model, "alibi"):
         Trainer(model=model, args=arguments, train_dataset=rows).train()
     assert not torch.equal(model.model.embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gpt2"])
+def test_left_padded_batches_with_a_static_cache(name: str, beams: int) -> None:
+    """`generate` makes the masks of a static cache ahead of the forward pass."""
+    model, ids = tiny(name), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    options = {"attention_mask": mask, "num_beams": beams, "cache_implementation": "static"}
+    wanted, _ = step_logits(model, ids, 6, **options)
+    with attach(model, "own"):
+        got, _ = step_logits(model, ids, 6, **options)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "how", ["keywords", "configuration", "positional", "max_length", "defaults", "model", "embeds"]
+)
+def test_fixed_lengths_are_those_generate_ends_with(how: str) -> None:
+    from transformers import GenerationConfig
+
+    model, ids = tiny("llama", max_position_embeddings=16), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    plain: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "eos_token_id": None}
+    if how == "model":
+        model.generation_config.max_new_tokens = 8
+    calls: dict[str, Any] = {
+        "keywords": lambda: model.generate(ids, max_new_tokens=8, **plain),
+        "configuration": lambda: model.generate(ids, attention_mask=mask, generation_config=settings),
+        "positional": lambda: model.generate(ids, settings, attention_mask=mask),
+        "max_length": lambda: model.generate(ids, max_length=20, **plain),
+        "defaults": lambda: model.generate(ids, **plain),  # 20 more, but no more than the model declares
+        "model": lambda: model.generate(ids, **plain),
+        "embeds": lambda: model.generate(inputs_embeds=model.get_input_embeddings()(ids), max_new_tokens=8, **plain),
+    }
+    with attach(model, "dynamic-ntk") as attachment:
+        seen: list[list[int]] = []
+        lengths = attachment._lengths
+        attachment._lengths = lambda now: (seen.append(lengths(now).tolist()), lengths(now))[1]
+        out = calls[how]()
+    new = out.shape[1] - (0 if how == "embeds" else 12)
+    assert new == (4 if how == "defaults" else 8)
+    assert all(rows == [12 + new, 7 + new] for rows in seen) and len(seen) == new
+
+
+def test_a_copy_of_an_attached_model_would_attend_through_the_original() -> None:
+    model = tiny("llama")
+    with attach(model, "t5"):
+        with pytest.raises(TypeError, match="detach first and attach to the copy"):
+            copy.deepcopy(model)
+        with pytest.raises(TypeError, match="detach first and attach to the copy"):
+            pickle.dumps(model)
+    copy.deepcopy(model)
+
+
+def test_a_model_is_freed_though_nobody_detached() -> None:
+    model = tiny("llama")
+    attachment = attach(model, "alibi")
+    key, model_reference = attachment.key, weakref.ref(model)
+    del model, attachment
+    gc.collect()
+    assert model_reference() is None
+    from transformers.modeling_utils import AttentionInterface
+
+    assert key not in AttentionInterface._global_mapping
+
+
+def test_one_decoder_has_one_encoding() -> None:
+    model = tiny("llama")
+    with attach(model, "alibi"), pytest.raises(ValueError, match="attached already"):
+        attach(model.model, "rope")
+    with attach(model.model, "alibi"), pytest.raises(ValueError, match="attached already"):
+        attach(model, "rope")
+    attach(model, "alibi")
+    detach(model.model)
+    assert torch.equal(logits(model, tokens()), logits(tiny("llama"), tokens()))
+
+
+def test_position_ids_that_cannot_be_served_are_refused() -> None:
+    model, ids = tiny("llama"), tokens(1, 12)
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    place = torch.arange(12)[None]
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    packed = place % 6
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask, position_ids=counted).logits[:, 1:]
+        with attach(model, "own"):
+            for position_ids in (counted, place, place + 7, counted.masked_fill(mask == 0, 1)):
+                got = model(ids, attention_mask=mask, position_ids=position_ids).logits[:, 1:]
+                torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+            with pytest.raises(ValueError, match=r"row 0 has position_ids \[0, 1, 2, 3, 4, 5, 0, 1\]"):
+                model(ids, attention_mask=mask, position_ids=packed)
+            cache = model(ids, use_cache=True).cache
+            with pytest.raises(ValueError, match=r"position_ids \[20\] ... where its tokens count \[12\]"):
+                model(ids[:, :1], cache=cache, position_ids=torch.tensor([[20]]))
+
+
+def test_an_attention_set_while_attached_is_an_error() -> None:
+    model = tiny("llama")
+    with attach(model, "alibi"):
+        model.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match="no layer would know positions"):
+            logits(model, tokens())
+    logits(model, tokens())
+
+
+def test_reentrant_checkpointing_is_refused_where_it_loses_gradients() -> None:
+    model = tiny("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.train()
+    with attach(model, "t5"), pytest.raises(ValueError, match="'use_reentrant': False"):
+        model(tokens(), labels=tokens())
+    with attach(model, "alibi"):
+        model(tokens(), labels=tokens()).loss.backward()
+
+
+def test_encodings_made_in_inference_mode_can_be_trained() -> None:
+    model = tiny("llama")
+    with torch.inference_mode():
+        attachment = attach(model, "t5")
+    model.train()
+    model(tokens(), labels=tokens()).loss.backward()
+    assert all(p.grad is not None for p in attachment.encodings[0].parameters())
+
+
+def test_what_others_wrapped_stays_wrapped() -> None:
+    model = tiny("gpt2")
+    table, generate, forward = model.transformer.wpe, model.generate, model.transformer.wpe.forward
+    calls = []
+    model.generate = lambda *args, **kwargs: (calls.append("generate"), generate(*args, **kwargs))[1]
+    table.forward = lambda *args, **kwargs: (calls.append("forward"), forward(*args, **kwargs))[1]
+    mine = model.generate, table.forward
+    with attach(model, "alibi"):
+        model.generate(tokens(1, 5), max_new_tokens=1)
+    assert calls[-2:] == ["generate", "forward"] and (model.generate, table.forward) == mine
+    own = tiny("bloom")
+    block = own.transformer.h[0].self_attention
+    wrapped = block.forward = functools.partial(block.forward)
+    attach(own, "own").detach()
+    assert block.forward is wrapped
+
+
+def test_prompt_lookup_is_refused_wherever_it_is_asked_for() -> None:
+    from transformers import GenerationConfig
+
+    model = tiny("llama")
+    with attach(model, "alibi"), pytest.raises(ValueError, match="assisted decoding"):
+        model.generate(tokens(1, 8), GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=4))
+
+
+def test_threads_may_use_a_model_at_once() -> None:
+    model = tiny("llama")
+    prompts = [tokens(1, length) for length in (8, 15, 21)]
+    with attach(model, "dynamic-ntk"):
+        wanted = [step_logits(model, prompt, 60)[0] for prompt in prompts]
+        got: dict[int, torch.Tensor] = {}
+        threads = [
+            threading.Thread(target=lambda i=i: got.update({i: step_logits(model, prompts[i], 60)[0]}))
+            for i in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for i, logits_ in enumerate(wanted):
+        torch.testing.assert_close(got[i], logits_)

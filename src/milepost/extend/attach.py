@@ -6,12 +6,14 @@ function does everything that depends on positions. That makes methods right wit
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from milepost.attention import attend
 from milepost.encoding import Encoding
 from milepost.encodings.frequencies import FrequencyMethod
 from milepost.extend.choose import encodings_for, trained_length_of
-from milepost.extend.own_attention import attention_modules, route
+from milepost.extend.own_attention import attention_modules, put, route
 from milepost.extend.probe import (
     LayerRotation,
     decoder_of,
@@ -33,7 +35,7 @@ from milepost.positions import Positions
 from milepost.terms import Terms
 
 _COUNTER = itertools.count()
-_ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
 MODULE_NAME = "milepost_encodings"
 """Under this name the encodings are part of the model while attached, so that they are trained, moved and saved."""
 ABSOLUTE = ("wpe", "embed_positions", "position_embeddings", "wpe_embeddings")
@@ -46,6 +48,23 @@ class Call:
 
     positions: Positions
     terms: dict[int, Terms]
+
+
+class _Now(threading.local):
+    """What one thread is doing with the model: several may use it at once.
+
+    Attributes:
+        new_tokens: that rows will grow by, as `Attachment.expect` was told.
+        growth, prompt: new tokens of the `generate` at work, and those it was given.
+        rows: ``(B,)`` each row's length when that `generate` ends.
+        inputs: of the forward pass at work.
+    """
+
+    def __init__(self) -> None:
+        self.new_tokens = 0
+        self.growth = self.prompt = 0
+        self.rows: Tensor | None = None
+        self.inputs: dict[str, Any] = {}
 
 
 class Attachment:
@@ -75,10 +94,8 @@ class Attachment:
         self.backend = backend
         self.trained_length = trained_length
         self.key = f"milepost-{next(_COUNTER)}"
-        self._new_tokens = 0
-        self._rows: Tensor | None = None
+        self._now = _Now()
         self._by_cache: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
-        self._pass: dict[str, Any] = {}
         self._undo: list[Callable[[], None]] = []
         self._install(keep_absolute)
 
@@ -92,25 +109,32 @@ class Attachment:
         names = dict.fromkeys(encoding.name for encoding in self.encodings.values())
         return f"Attachment({type(self.model).__name__}, {', '.join(names)}, length={self.length!r})"
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a model cannot be copied or pickled with an encoding attached: the copy would attend through the "
+            "original. Call detach first and attach to the copy (save_pretrained and state_dict work while attached)"
+        )
+
     @contextmanager
     def expect(self, new_tokens: int) -> Iterator[None]:
         """Inside, rows will grow by this many tokens: what ``length="fixed"`` counts on outside ``generate``."""
-        before, self._new_tokens = self._new_tokens, new_tokens
+        before, self._now.new_tokens = self._now.new_tokens, new_tokens
         try:
             yield
         finally:
-            self._new_tokens = before
+            self._now.new_tokens = before
 
     def detach(self) -> None:
         """Restore the model. Safe to call twice."""
         while self._undo:
             self._undo.pop()()
-        if _ATTACHED.get(self.model) is self:
+        if attached_to(self.model) is self:
             del _ATTACHED[self.model]
 
     # ---- installation -----------------------------------------------------------------------------------------------
 
     def _install(self, keep_absolute: bool) -> None:
+        from transformers import GenerationMixin
         from transformers.masking_utils import AttentionMaskInterface
         from transformers.modeling_utils import AttentionInterface
 
@@ -122,10 +146,12 @@ class Attachment:
                 if name.rsplit(".", 1)[-1] in ABSOLUTE and isinstance(module, nn.Embedding):
                     self._undo.append(_silence(module))
         before = model.config._attn_implementation
-        AttentionInterface.register(key, self._attention)
-        AttentionMaskInterface.register(key, self._mask)
-        self._undo.append(lambda: AttentionInterface._global_mapping.pop(key, None) and None)
-        self._undo.append(lambda: AttentionMaskInterface._global_mapping.pop(key, None) and None)
+        # Weakly: the registries outlive a model that is dropped while attached, and must not keep it in memory.
+        me = weakref.ref(self)
+        AttentionInterface.register(key, lambda *args, **kwargs: me()._attention(*args, **kwargs))  # type: ignore[union-attr]  # alive: its model is running
+        AttentionMaskInterface.register(key, lambda *args, **kwargs: me()._mask(*args, **kwargs))  # type: ignore[union-attr]
+        forget = weakref.finalize(self, _unregister, key)
+        self._undo.append(lambda: forget() and None)
         own = attention_modules(model)
         for module in own.values():
             self._undo.append(route(module, self._attention))
@@ -135,59 +161,89 @@ class Attachment:
         else:
             model.set_attn_implementation(key)
             self._undo.append(lambda: model.set_attn_implementation(before))
-        hook = decoder_of(model).register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self._undo.append(hook.remove)
+        decoder = decoder_of(model)
+        self._undo.append(decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+        self._undo.append(decoder.register_forward_hook(self._after_forward).remove)
         parts = nn.ModuleList(dict.fromkeys(self.encodings.values()))
         model.add_module(MODULE_NAME, parts.train(model.training).to(model.device))
         self._undo.append(lambda: delattr(model, MODULE_NAME))
-        if hasattr(model, "generate"):
-            self._wrap_generate()
-        _ATTACHED[model] = self
+        for module in model.modules():  # a wrapper (PEFT's) hands generate on to one of its modules
+            if isinstance(module, GenerationMixin):
+                self._wrap_generate(module)
+        _ATTACHED[model] = me
 
-    def _wrap_generate(self) -> None:
-        model, original = self.model, self.model.generate
+    def _wrap_generate(self, module: Any) -> None:
+        """Learn from `generate` itself how long each row becomes: it knows its defaults, beams and masks best."""
+        from transformers.generation.configuration_utils import GenerationMode
 
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens") is not None:
+        now, generate = self._now, module.generate
+        measure, prepare = module._prepare_generated_length, module._prepare_cache_for_generation
+        of_measure, of_prepare = inspect.signature(measure), inspect.signature(prepare)
+
+        def generating(*args: Any, **kwargs: Any) -> Any:
+            now.rows, now.inputs = None, {}
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                now.rows = None
+
+        def measuring(*args: Any, **kwargs: Any) -> Any:
+            config = measure(*args, **kwargs)
+            given = of_measure.bind(*args, **kwargs).arguments
+            now.growth = config.max_length - given["input_ids_length"]
+            now.prompt = given["inputs_tensor"].shape[1]
+            return config
+
+        def preparing(*args: Any, **kwargs: Any) -> Any:
+            given = of_prepare.bind(*args, **kwargs).arguments
+            more = given.get("kwargs", {})
+            mode = given.get("generation_mode", more.get("generation_mode"))
+            if mode == GenerationMode.ASSISTED_GENERATION:
                 raise ValueError(
                     "assisted decoding crops the cache and reruns tokens, which changes what length-dependent "
                     "encodings see; call generate without assistant_model and prompt_lookup_num_tokens"
                 )
-            self._rows = self._final_lengths(args, kwargs) if self.length == "fixed" else None
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._rows = None
+            if self.length == "fixed":
+                mask = given["model_kwargs"].get("attention_mask")  # None where there is no padding
+                unpadded = getattr(given["generation_config"], "_mask_length", None) or now.prompt
+                now.rows = (torch.tensor([unpadded]) if mask is None else mask.sum(-1)) + now.growth
+            return prepare(*args, **kwargs)
 
-        model.generate = generate
-        self._undo.append(lambda: model.__dict__.pop("generate", None))
-
-    def _final_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """``(B,)``: tokens each row will have when generation ends."""
-        tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-        mask = kwargs.get("attention_mask")
-        config = kwargs.get("generation_config") or self.model.generation_config
-        if tokens is None:
-            raise ValueError("length='fixed' needs input_ids in generate, to know each row's prompt length")
-        counts = mask.sum(-1) if mask is not None else torch.full((tokens.shape[0],), tokens.shape[1])
-        new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
-        if new is None:
-            longest = kwargs.get("max_length", getattr(config, "max_length", None)) or 20
-            new = max(0, int(longest) - tokens.shape[1])
-        beams = kwargs.get("num_beams", getattr(config, "num_beams", None)) or 1
-        returned = kwargs.get("num_return_sequences", getattr(config, "num_return_sequences", None)) or 1
-        copies = beams if beams > 1 else returned
-        return (counts + new).repeat_interleave(copies).to(self.model.device)
+        self._undo.append(put(module, "generate", generating))
+        self._undo.append(put(module, "_prepare_generated_length", measuring))
+        self._undo.append(put(module, "_prepare_cache_for_generation", preparing))
 
     # ---- one forward pass -------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        self._pass = {
+        self._now.inputs = {
             "cache": kwargs.get("cache", kwargs.get("past_key_values")),
             "position_ids": kwargs.get("position_ids"),
-            "tokens": tokens,
         }
+        config: Any = module.config
+        if config._attn_implementation != self.key:
+            raise ValueError(
+                f"the attention of {type(self.model).__name__} was set to {config._attn_implementation!r} while "
+                f"{self!r} is attached, so no layer would know positions; detach, set it, and attach again"
+            )
+        if torch.is_grad_enabled() and module.training and not torch.compiler.is_compiling():
+            self._check_checkpointing(module)
+
+    def _after_forward(self, *_: Any) -> None:
+        self._now.inputs = {}
+
+    def _check_checkpointing(self, decoder: nn.Module) -> None:
+        if not any(p.requires_grad for encoding in self.encodings.values() for p in encoding.parameters()):
+            return
+        for module in decoder.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+                if options.get("use_reentrant"):
+                    raise ValueError(
+                        "gradient checkpointing with use_reentrant=True does not reach the parameters of an attached "
+                        "encoding; pass gradient_checkpointing_kwargs={'use_reentrant': False}"
+                    )
+                return
 
     def _mask(
         self,
@@ -219,7 +275,8 @@ class Attachment:
             if id(encoding) not in made:
                 made[id(encoding)] = encoding(positions) + local
             terms[layer] = made[id(encoding)]
-        marker = torch.empty(batch_size, 0, dtype=torch.bool, device=device)
+        # Four axes: transformers hands such a mask on as it is, where generate makes it ahead of the forward pass.
+        marker = torch.empty(batch_size, 1, 0, 0, dtype=torch.bool, device=device)
         marker.milepost_call = Call(positions, terms)  # type: ignore[attr-defined]
         return marker
 
@@ -235,7 +292,7 @@ class Attachment:
         start: int | Tensor = q_offset - kv_offset
         if isinstance(start, Tensor) and start.dim() == 0:
             start = start.view(1)
-        given = self._pass.get("position_ids")
+        given = self._now.inputs.get("position_ids")
         alone = isinstance(start, int) and start == 0 and keys == queries
         if mask is not None and bool(mask.all()):
             mask = None
@@ -267,6 +324,8 @@ class Attachment:
             if kv_offset:
                 positions = replace(positions, query=positions.query + before, key=positions.key + before)
             positions = replace(positions, length=mask.sum(-1))
+        if given is not None and given.dim() == 2 and not (alone and mask is None):
+            _check_position_ids(given, positions, q_offset)
         return replace(positions, trained_length=self.trained_length, length=self._lengths(positions.length))
 
     def _given(self, given: Tensor, step: Tensor) -> Positions:
@@ -288,13 +347,13 @@ class Attachment:
             return torch.full_like(now, self.length)
         if self.length == "growing":
             return now
-        if self._rows is not None:
-            return self._rows
-        cache = self._pass.get("cache")
+        if self._now.rows is not None:
+            return self._now.rows.to(now.device)
+        cache = self._now.inputs.get("cache")
         if cache is None:
-            return now + self._new_tokens
+            return now + self._now.new_tokens
         if cache not in self._by_cache:
-            self._by_cache[cache] = now + self._new_tokens
+            self._by_cache[cache] = now + self._now.new_tokens
         return torch.maximum(self._by_cache[cache], now)
 
     def _attention(
@@ -320,7 +379,7 @@ class Attachment:
             raise ValueError(f"{type(self.model).__name__} has attention sinks (s_aux), which attach does not serve")
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         terms = call.terms[layer]
-        bound = None if terms.bias is None else _key_bound(self._pass.get("cache"), layer, k)
+        bound = None if terms.bias is None else _key_bound(self._now.inputs.get("cache"), layer, k)
         out = attend(
             q, k, v, call.positions, terms, scale=scaling, dropout=dropout, softcap=softcap, backend=self.backend,
             key_bound=bound,
@@ -364,30 +423,74 @@ def attach(
         ValueError: a model that cannot be served (latent attention, attention sinks, an own attention code), or one
             that does not rotate as its config says.
     """
-    if model in _ATTACHED:
-        raise ValueError(f"{_ATTACHED[model]!r} is attached already; call milepost.detach(model) first")
+    already = attached_to(model)
+    if already is not None:
+        raise ValueError(f"{already!r} is attached already; call milepost.detach(model) first")
     if not isinstance(length, int) and length not in ("fixed", "growing"):
         raise ValueError(f"length is 'fixed', 'growing' or a number of tokens; got {length!r}")
     rotations = layer_rotations(model)
     config = text_config(model)
     trained = trained_length or trained_length_of(config, rotations)
-    encodings = encodings_for(config, rotations, encoding, options, trained)
-    return Attachment(
-        model,
-        encodings,
-        rotations,
-        length=length,
-        keep_absolute=keep_absolute or encoding == "own",
-        backend=backend,
-        trained_length=trained,
-    )
+    with torch.inference_mode(False):  # parameters made inside inference_mode could never be trained
+        return Attachment(
+            model,
+            encodings_for(config, rotations, encoding, options, trained),
+            rotations,
+            length=length,
+            keep_absolute=keep_absolute or encoding == "own",
+            backend=backend,
+            trained_length=trained,
+        )
 
 
 def detach(model: Any) -> None:
     """Undo :func:`attach`. Does nothing to a model without an attached encoding."""
-    attachment = _ATTACHED.get(model)
+    attachment = attached_to(model)
     if attachment is not None:
         attachment.detach()
+
+
+def attached_to(model: nn.Module) -> Attachment | None:
+    """What is attached to this model, or to another one around the same decoder (a wrapper, the decoder itself)."""
+    if not _ATTACHED:
+        return None
+    for other, reference in list(_ATTACHED.items()):
+        attachment = reference()
+        if attachment is not None and (other is model or decoder_of(other) is decoder_of(model)):
+            return attachment
+    return None
+
+
+def _unregister(key: str) -> None:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface._global_mapping.pop(key, None)
+    AttentionMaskInterface._global_mapping.pop(key, None)
+
+
+def _check_position_ids(given: Tensor, positions: Positions, first: int | Tensor) -> None:
+    """ValueError where these ``(B|1, Q)`` mean something else than tokens counted by the mask, or their places.
+
+    Padding has no position. One shift of a whole row is none, as long as no keys were cached before it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    counted, slots = positions.query, torch.arange(positions.num_queries, device=given.device)[None] + first
+    absent = torch.zeros_like(counted, dtype=torch.bool)
+    if positions.key_present is not None:
+        absent = ~positions.key_present[:, positions.query_slots()]
+    right = (absent | (given == counted)).all(1) | (absent | (given == slots)).all(1)
+    if isinstance(first, int) and first == 0:
+        shift = given - counted
+        right = right | (absent | (shift == shift.gather(1, (~absent).int().argmax(1, keepdim=True)))).all(1)
+    if not bool(right.all()):
+        row = int((~right).int().argmax())
+        raise ValueError(
+            f"row {row} has position_ids {given[min(row, given.shape[0] - 1)].tolist()[:8]} ... where its tokens count "
+            f"{counted[min(row, counted.shape[0] - 1)].tolist()[:8]} ...; with padding or a cache an attached encoding "
+            "serves no other positions: leave position_ids out, or give whole sequences without padding"
+        )
 
 
 def _key_bound(cache: Any, layer: int, k: Tensor) -> Tensor | None:
@@ -414,5 +517,4 @@ def _silence(module: nn.Embedding) -> Callable[[], None]:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros_like(original(*args, **kwargs))
 
-    module.forward = forward  # type: ignore[method-assign]  # the instance's own forward, undone by the caller
-    return lambda: module.__dict__.pop("forward", None) and None
+    return put(module, "forward", forward)

@@ -27,8 +27,24 @@ def route(module: nn.Module, attention: AttentionFunction) -> Callable[[], None]
     def routed(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return forward(self, attention, *args, **kwargs)
 
-    module.forward = types.MethodType(routed, module)  # undone by the caller
-    return lambda: module.__dict__.pop("forward", None) and None
+    return put(module, "forward", types.MethodType(routed, module))
+
+
+def put(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Give this one instance an attribute; returns a function that restores what it had, be it its own or its class's.
+
+    Other libraries do the same: what was wrapped before stays wrapped after.
+    """
+    own = module.__dict__.get(name)
+    module.__dict__[name] = value
+
+    def restore() -> None:
+        if own is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = own
+
+    return restore
 
 
 def _bloom(

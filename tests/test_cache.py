@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from typing import Any
 
@@ -440,3 +441,51 @@ def test_bounded_memory_in_bfloat16() -> None:
     parts = [model(part, cache=cache).logits for part in ids.split(1, 1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=0.05, atol=0.1)
     assert cache.dropped > 100
+
+
+@torch.no_grad()
+def test_nothing_handed_out_is_written_to() -> None:
+    """Copies of a cache go on by themselves, and what was read from it before a cut stays."""
+    model, ids = make("alibi"), tokens(1, 12)
+    other = (ids + 1) % 60
+    cache = DecodingCache(2)
+    model(ids[:, :8], cache=cache)
+    branch = copy.copy(cache)
+    branch.layers = [copy.copy(layer) for layer in cache.layers]
+    first = model(ids[:, 8:10], cache=cache).logits
+    second = model(other[:, 8:10], cache=branch).logits
+    torch.testing.assert_close(first, model(ids[:, :10]).logits[:, -2:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        second, model(torch.cat([ids[:, :8], other[:, 8:10]], 1)).logits[:, -2:], rtol=1e-4, atol=1e-5
+    )
+    third = model(ids[:, 10:], cache=cache).logits
+    torch.testing.assert_close(third, model(ids).logits[:, -2:], rtol=1e-4, atol=1e-5)
+
+    kept = [(layer.keys, layer.values) for layer in cache.layers]
+    copies = [(keys.clone(), values.clone()) for keys, values in kept]
+    cache.crop(-4)
+    model(other[:, 8:], cache=cache)
+    for (keys, values), (old_keys, old_values) in zip(kept, copies, strict=True):
+        assert torch.equal(keys, old_keys) and torch.equal(values, old_values)
+
+
+@torch.no_grad()
+def test_a_pickled_cache_goes_on() -> None:
+    model, ids = make("alibi"), tokens(1, 12)
+    cache = DecodingCache(2)
+    model(ids[:, :8], cache=cache)
+    again = pickle.loads(pickle.dumps(cache))
+    torch.testing.assert_close(
+        model(ids[:, 8:], cache=again).logits, model(ids[:, 8:], cache=cache).logits, rtol=1e-4, atol=1e-5
+    )
+
+
+@torch.no_grad()
+def test_a_cache_for_fewer_layers_grows() -> None:
+    model, ids = make("alibi"), tokens(1, 12)
+    cache = DecodingCache(1)
+    model(ids[:, :8], cache=cache)
+    assert [type(layer) for layer in cache.layers] == [DecodingLayer] * 2
+    torch.testing.assert_close(
+        model(ids[:, 8:], cache=cache).logits, model(ids).logits[:, 8:], rtol=1e-4, atol=1e-5
+    )

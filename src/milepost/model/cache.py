@@ -26,7 +26,8 @@ class DecodingLayer(DynamicLayer):
     """Keys and values of one layer in memory kept ahead of them, and the largest norm of its keys.
 
     A new token is written behind the others, where transformers' layer copies all of them each time (which it does here
-    too while autograd or a compiler looks on). Keys come in by `update` alone; whoever sets ``keys`` otherwise makes
+    too while autograd or a compiler looks on). Nothing that was handed out is ever written to: after a cut, and in a
+    copy, the next token takes memory of its own. Keys come in by `update` alone; whoever sets ``keys`` otherwise makes
     the bound wrong.
     """
 
@@ -39,6 +40,10 @@ class DecodingLayer(DynamicLayer):
         self._value_room: Tensor | None = None
         self._bound: Tensor | None = None
         self._measured = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the memory ahead, in which two copies would write over each other."""
+        return {**self.__dict__, "_key_room": None, "_value_room": None}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device, self.dtype = key_states.device, key_states.dtype
@@ -69,8 +74,9 @@ class DecodingLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        if self.is_initialized:
+        if self.is_initialized and tokens_to_remove:
             self._measured = min(self._measured, self.keys.shape[2])
+            self._key_room = self._value_room = None  # the tail may still be read by whoever was given it
 
     def reset(self) -> None:
         super().reset()
@@ -83,7 +89,7 @@ class DecodingCache(DynamicCache):
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.layers = [DecodingLayer() for _ in range(num_layers)]
-        self.layer_class_to_replicate = None
+        self.layer_class_to_replicate = DecodingLayer  # for a model with more layers than it was made for
 
 
 class BoundedLayer(DecodingLayer):

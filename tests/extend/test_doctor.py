@@ -246,6 +246,10 @@ EXAMPLES |= {
         },
         {},
     ),
+    "theta-lowered": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"kind": "override", "checkpoint": BASE},
+    ),
     "factor-integer": ({**BASE, "rope_scaling": {"rope_type": "linear", "factor": 4}}, {}),
 }
 ELSEWHERE = {
@@ -280,7 +284,7 @@ def test_the_page_s_own_json_example_breaks_its_rule(rule: str) -> None:
             return found if isinstance(found, (dict, list)) else None
         return None
 
-    kinds = {"theta-lost": "override", "override-not-read": "override"}
+    kinds = {"theta-lowered": "override", "theta-lost": "override", "override-not-read": "override"}
     wrong, right = document(RULES[rule].wrong), document(RULES[rule].right)
     if wrong is not None and rule not in ELSEWHERE and rule not in kinds and rule != "trained-scaling-replaced":
         assert rule in diagnose({"model_type": "llama", **wrong} if isinstance(wrong, dict) else wrong).rules()
@@ -525,6 +529,56 @@ def test_a_block_beside_text_config_moves_into_it() -> None:
     override = json.dumps({"rope_parameters": {**YARN, "rope_theta": 1e6}})
     report = diagnose(override, checkpoint={"model_type": "llava", "text_config": text})
     assert errors(report) == ["block-not-read"] and set(report.corrected) == {"text_config"}
+
+
+def test_an_override_is_told_as_it_arrives_in_the_model() -> None:
+    def said(override: Any, checkpoint: Any) -> Report:
+        return diagnose(json.dumps(override), checkpoint=checkpoint)
+
+    old = {key: value for key, value in GOOD.items() if key != "rope_scaling"}
+    new = {**{k: v for k, v in old.items() if k != "rope_theta"}, "rope_parameters": {"rope_theta": 1e6}}
+    for checkpoint in (old, new):
+        lost = said({"rope_parameters": YARN}, checkpoint)  # the base is 10000 then, whatever the checkpoint's form
+        assert errors(lost) == ["theta-lost"] and "63 pairs faster" in lost.engines[""]["vllm"][0]
+        named = said({"rope_scaling": YARN}, checkpoint)
+        assert errors(named) == ["theta-lost"] and "rope_theta is null" in named.engines[""]["vllm"][0]
+        base = said({"rope_theta": 5e6}, checkpoint)
+        assert errors(base) == ["override-not-read"] and "64 of 64 pairs as trained" in base.engines[""]["vllm"][0]
+        longer = said({"max_position_embeddings": 262144}, {**checkpoint, "rope_scaling": YARN, "rope_theta": 1e6})
+        assert "24 of 64 pairs as trained" in longer.engines[""]["vllm"][0]
+        inside = said({"text_config": {"rope_parameters": YARN}}, {"model_type": "llava", "text_config": checkpoint})
+        assert not errors(inside) and "24 of 64 pairs as trained" in inside.engines[""]["vllm"][0]
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_an_override_that_takes_the_block_away_is_an_error(name: str) -> None:
+    report = diagnose(json.dumps({name: None}), checkpoint=GOOD)
+    assert errors(report) == ["trained-scaling-replaced", "theta-lost"] and report.corrected == {}
+    meant = diagnose(json.dumps({name: None}), checkpoint=GOOD, replace_trained=True)
+    assert errors(meant) == ["theta-lost"]
+    assert meant.corrected == {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+
+
+def test_a_flat_override_does_not_replace_blocks_per_layer_type() -> None:
+    blocks = {layer: {"rope_type": "default", "rope_theta": 1e6} for layer in ("full_attention", "sliding_attention")}
+    checkpoint = {**GOOD, "model_type": "gemma3_text", "rope_scaling": None, "rope_parameters": blocks}
+    report = diagnose(json.dumps({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}), checkpoint=checkpoint)
+    assert "block-not-read" in errors(report)
+    assert report.corrected["rope_parameters"]["full_attention"]["factor"] == 8.0
+    assert report.corrected["rope_parameters"]["sliding_attention"] == blocks["sliding_attention"]
+
+
+def test_an_old_type_key_in_an_override_is_an_error() -> None:
+    block = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    override = {"rope_parameters": block, "max_position_embeddings": 131072}
+    report = diagnose(json.dumps(override))
+    assert errors(report) == ["key-missing"]
+    assert diagnose(json.dumps(report.corrected)).verdict == "clean"
+
+
+def test_faster_and_backward_pairs_are_not_called_trained() -> None:
+    for factor, words in ((0.25, "pairs faster, by up to 4"), (-4.0, "pairs turning backwards")):
+        assert words in diagnose({**GOOD, "rope_scaling": {**YARN, "factor": factor}}).engines[""]["transformers"][0]
 
 
 def test_almost_right_names_are_named() -> None:

@@ -20,8 +20,10 @@ from typing import Any, Literal
 import torch
 
 from milepost.encodings.frequencies import check_inv_freq, from_config
+from milepost.encodings.frequencies.config import THETA_KEYS
+from milepost.extend.doctor.check_model import BLOCKS, block_of, theta_of
 from milepost.extend.doctor.checks import CHECKS
-from milepost.extend.doctor.findings import Change, Finding, View, apply, whole
+from milepost.extend.doctor.findings import Change, Finding, View, apply, number, whole
 from milepost.extend.doctor.gguf import check_gguf, check_gguf_layout, gguf_statements
 from milepost.extend.doctor.layout import (
     LayoutGuess,
@@ -187,10 +189,28 @@ def _examine(
 
 
 def _over(view: View) -> View:
-    """The view with an override's missing sizes filled in from its checkpoint, for the sentences only."""
+    """The view as vLLM has it after an override, for the sentences only.
+
+    A block at the top replaces the checkpoint's, its base included; inside text_config keys are merged; without a block
+    the checkpoint's stays, its base too, whatever rope_theta stands beside.
+    """
     if view.kind != "override" or view.checkpoint is None:
         return view
-    return View(**{**view.__dict__, "config": {**view.checkpoint, **view.config}})
+    around = {key: value for key, value in view.checkpoint.items() if key not in (*BLOCKS, *THETA_KEYS)}
+    held = block_of(view.checkpoint)
+    trained = theta_of(view.checkpoint)
+    beside = {key: value for key, value in view.config.items() if key not in (*BLOCKS, *THETA_KEYS)}
+    replaced = view.stated or any(name in view.config for name in BLOCKS)
+    if view.config_path and not any(isinstance(value, dict) for value in held.values()):
+        block = {**held, **({} if trained is None else {"rope_theta": trained}), **view.block}
+    elif replaced:
+        lost = None if view.path[-1:] == ("rope_scaling",) else 10000.0
+        block = {"rope_theta": lost, **view.block} if view.stated else {"rope_type": "default", "rope_theta": 10000.0}
+    else:
+        named = {"rope_type": held.get("rope_type", held.get("type", "default"))}
+        block = {**held, **named, **({} if trained is None else {"rope_theta": trained})}
+    stated = {"config": {**around, **beside}, "block": block, "path": view.path or ("rope_parameters",)}
+    return View(**{**view.__dict__, **stated, "stated": bool(block), "trained_base": number(trained)})
 
 
 def _tuples(lines: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:

@@ -259,6 +259,14 @@ def check_type(view: View) -> Iterator[Finding]:
     name = old if new is None else new
     if isinstance(name, str):
         yield from _legacy(view, name, key)
+    if new is None and view.kind == "override" and view.path == ("rope_parameters",):
+        yield Finding(
+            rule="key-missing",
+            where=view.at("rope_type"),
+            words="rope_type is missing, and type is not read: vLLM brings files into today's form, and overrides not "
+            "(KeyError: 'rope_type')",
+            fix=f"rope_type: {short(name)}",
+        )
     if new is None:
         yield Finding(
             rule="legacy-type-key",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from milepost.extend.doctor.classes import IGNORES_PARTIAL, NULL_HEAD_DIM_STOPS, THETAS
 from milepost.extend.doctor.findings import DELETE, Change, Finding, View, figure, number, short, whole
+
+BLOCKS = ("rope_parameters", "rope_scaling")
+"""Where a rope block stands, today's name first."""
 
 
 def check_theta(view: View) -> Iterator[Finding]:
@@ -45,10 +48,16 @@ def check_theta(view: View) -> Iterator[Finding]:
         )
 
 
-def _theta_of(config: Any) -> Any:
+def block_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope block of a configuration that transformers 5 takes; empty where there is none."""
+    return next((config[name] for name in reversed(BLOCKS) if isinstance(config.get(name), dict) and config[name]), {})
+
+
+def theta_of(config: Any) -> Any:
+    """The base that a configuration states, in its block or beside it."""
     if not isinstance(config, dict):
         return None
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in BLOCKS:
         block = config.get(name)
         if isinstance(block, dict) and block.get("rope_theta") is not None:
             return block["rope_theta"]
@@ -56,7 +65,7 @@ def _theta_of(config: Any) -> Any:
 
 
 def _override_theta(view: View) -> Iterator[Finding]:
-    trained, inner = _theta_of(view.checkpoint), view.block.get("rope_theta")
+    trained, inner = theta_of(view.checkpoint), view.block.get("rope_theta")
     if view.stated and inner is None and trained is not None:
         yield Finding(
             rule="theta-lost",
@@ -65,15 +74,26 @@ def _override_theta(view: View) -> Iterator[Finding]:
             fix=f"add rope_theta: {short(trained)} to the block",
             changes=(Change(path=view.at("rope_theta"), value=trained),),
         )
+    now, before = number(inner), number(trained)
+    if view.stated and now is not None and before is not None and now < before:
+        yield Finding(
+            rule="theta-lowered",
+            where=view.at("rope_theta"),
+            words=f"rope_theta {short(inner)} takes the place of {short(trained)}: every pair but the first turns "
+            "faster than in training",
+            fix=f"rope_theta: {short(trained)}",
+            changes=(Change(path=view.at("rope_theta"), value=trained),),
+        )
     checkpoint = view.checkpoint or {}
-    held = checkpoint.get("rope_parameters")
+    held = block_of(checkpoint) or {"rope_type": "default"}
     outer = view.config.get("rope_theta")
-    if not view.stated and outer is not None and isinstance(held, dict) and held.get("rope_theta") not in (None, outer):
+    nested = any(isinstance(value, dict) for value in held.values())
+    if not view.stated and outer is not None and trained not in (None, outer) and not nested:
         yield Finding(
             rule="override-not-read",
             where=view.top("rope_theta"),
             words=f"rope_theta {short(outer)} at the top level is not read: the checkpoint's rope_parameters hold "
-            f"{short(held['rope_theta'])}",
+            f"{short(trained)}",
             fix="override rope_parameters as a whole",
             changes=(
                 Change(path=view.top("rope_parameters"), value={**held, "rope_theta": outer}),
@@ -87,7 +107,7 @@ def _scaling_of(config: Any) -> str | None:
     if not isinstance(config, dict):
         return None
     block: Any = config
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in BLOCKS:
         if isinstance(config.get(name), dict):
             block = config[name]
     name = block.get("rope_type", block.get("type"))
@@ -97,6 +117,30 @@ def _scaling_of(config: Any) -> str | None:
 def check_trained(view: View) -> Iterator[Finding]:
     """A trained scaling is never replaced without saying so."""
     before = _scaling_of(view.checkpoint) or _scaling_of(view.config.get("_checkpoint_had"))
+    removed = [name for name in BLOCKS if view.kind == "override" and name in view.config and not view.config[name]]
+    if removed and view.checkpoint is not None and not view.stated:
+        trained = theta_of(view.checkpoint)
+        if before not in (None, "default", "mrope") and not view.replace_trained:
+            yield Finding(
+                rule="trained-scaling-replaced",
+                where=view.top(removed[0]),
+                words=f"{removed[0]} {short(view.config[removed[0]])} takes the checkpoint's {before!r} scaling away",
+                fix=f"leave {removed[0]} out, or say that you mean it (--replace-trained)",
+            )
+        if trained is not None:
+            yield Finding(
+                rule="theta-lost",
+                where=view.top(removed[0]),
+                words=f"{removed[0]} {short(view.config[removed[0]])} takes the base {short(trained)} away: vLLM falls "
+                "back to 10000",
+                fix=f'"rope_parameters": {{"rope_type": "default", "rope_theta": {short(trained)}}}',
+                changes=(
+                    Change(path=view.top(removed[0]), value=DELETE),
+                    Change(path=view.top("rope_parameters"), value={"rope_type": "default", "rope_theta": trained}),
+                )
+                if before in (None, "default", "mrope") or view.replace_trained
+                else (Change(path=view.top(removed[0]), value=DELETE),),
+            )
     if not view.stated or before in (None, "default", "mrope") or view.replace_trained:
         return
     names = {"su": "longrope"}

@@ -113,6 +113,8 @@ class View:
     replace_trained: bool = False
     stated: bool = field(default=True)
     """False where the document has no rope block at all."""
+    trained_base: float | None = None
+    """The base that a checkpoint was trained with, where an override may say another."""
     derived: bool = False
     """True for a block that the model class makes by itself: described, not checked."""
 

@@ -371,6 +371,15 @@ RULES: dict[str, Rule] = {
             '"original_max_position_embeddings": 32768, "rope_theta": 1000000.0}}\'',
         ),
         _rule(
+            "theta-lowered",
+            "error",
+            "The override lowers the base",
+            "A larger base slows the pairs, which is one way to stretch; a smaller one makes every pair but the first "
+            "turn faster than in training, from the first token on. Usually a block copied from another model.",
+            '"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0} on a base of 1000000',
+            '"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000000.0}',
+        ),
+        _rule(
             "override-not-read",
             "error",
             "The override writes rope_theta where it is not read",

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from milepost.encodings.frequencies.config import ROPE_KEYS, SHARED_KEYS, THETA_KEYS
+from milepost.extend.doctor.check_model import BLOCKS
 from milepost.extend.doctor.classes import FLAT_ONLY, LAYERED
 from milepost.extend.doctor.findings import DELETE, ROTARY, Change, Finding, View, listed, short
 
 Kind = Literal["config", "parameters", "override", "gguf"]
-BLOCKS = ("rope_parameters", "rope_scaling")
 FLAT_KEYS = SHARED_KEYS.union({"method"}, *(required | optional for required, optional in ROPE_KEYS.values()))
 """Keys of a flat block: an object under one of them is a mistake, not a layer type."""
 MARKS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
@@ -260,7 +260,7 @@ def views(document: Document, checkpoint: Mapping[str, Any] | None, replace_trai
         config = text if inside and isinstance(text, dict) else data
         prefix: tuple[str, ...] = ("text_config",) if inside else ()
         if checkpoint is not None and not inside:
-            yield from _override_beside_text(document, data, checkpoint)
+            _override_against(document, data, checkpoint)
         common["checkpoint"] = _text_of(checkpoint) if checkpoint is not None else None
         yield from _blocks(document, config, prefix, common)
         return
@@ -278,15 +278,30 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, dict) and not _has_rope(config) else config
 
 
-def _override_beside_text(
-    document: Document, data: Mapping[str, Any], checkpoint: Mapping[str, Any]
-) -> Iterator[View]:
-    """Find a block at the top of an override whose checkpoint keeps its language model in text_config."""
+def _override_against(document: Document, data: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    """Find a block of an override that stands where the checkpoint's model does not read it."""
     text = checkpoint.get("text_config")
     moved = [name for name in (*BLOCKS, "rope_theta") if data.get(name) is not None]
     if isinstance(text, dict) and (_has_rope(text) or "hidden_size" in text) and moved:
         document.findings.append(_not_read(moved, data, (), "the checkpoint's language model reads text_config"))
-    yield from ()
+    held = checkpoint.get("rope_parameters")
+    given = data.get("rope_parameters")
+    if not isinstance(held, dict) or not isinstance(given, dict):
+        return
+    layers = [key for key, value in held.items() if isinstance(value, dict)]
+    if layers and given and not any(isinstance(value, dict) for value in given.values()):
+        merged = {**held, layers[0]: {**held[layers[0]], **given}} if "full_attention" not in layers else None
+        merged = merged or {**held, "full_attention": {**held["full_attention"], **given}}
+        document.findings.append(
+            Finding(
+                rule="block-not-read",
+                where=("rope_parameters",),
+                words=f"the checkpoint has one block per layer type ({listed(sorted(layers)[:3])}), and this flat one "
+                "replaces them all: the model looks for its layers' blocks and stops",
+                fix="override one block per layer type",
+                changes=(Change(path=("rope_parameters",), value=merged),),
+            )
+        )
 
 
 def _not_read(names: list[str], config: Mapping[str, Any], prefix: tuple[str, ...], reason: str) -> Finding:

@@ -26,16 +26,22 @@ ASSUMED_HEAD_DIM = 128
 
 
 def describe(found: Frequencies, base: float) -> str:
-    """A set of frequencies in words: pairs kept, pairs stretched, the attention factor."""
+    """A set of frequencies in words, against the ladder of ``base``: pairs kept, stretched, the attention factor."""
     inv_freq = found.inv_freq.flatten()
     plain = Default(rotary_dim=2 * inv_freq.numel(), base=base).frequencies().inv_freq
     stretch = plain / inv_freq
     moving = torch.isfinite(stretch)
-    kept = int((stretch[moving] < 1 + 1e-6).sum())
+    slowed, faster = stretch[moving & (stretch > 1 + 1e-6)], stretch[moving & (stretch < 1 - 1e-6) & (stretch > 0)]
+    backwards = int((moving & (stretch < 0)).sum())
+    kept = int(moving.sum()) - slowed.numel() - faster.numel() - backwards
     words = f"{kept} of {inv_freq.numel()} pairs as trained"
-    if kept < int(moving.sum()):
-        low, high = float(stretch[moving].min()), float(stretch[moving].max())
-        words += f", slowed by up to {high:.4g}" if low < 1 + 1e-6 else f", slowed by {low:.4g} to {high:.4g}"
+    if slowed.numel():
+        low, high = float(slowed.min()), float(slowed.max())
+        words += f", slowed by {low:.4g} to {high:.4g}" if not kept else f", slowed by up to {high:.4g}"
+    if faster.numel():
+        words += f", {faster.numel()} pairs faster, by up to {1 / float(faster.min()):.4g}"
+    if backwards:
+        words += f", {backwards} pairs turning backwards"
     still = int((~moving).sum())
     if still:
         words += f", {still} pairs not rotating"
@@ -142,7 +148,7 @@ def _transformers(view: View, head_dim: int, longest: int, base: float) -> list[
             nested=view.layer_type is not None,
             honours_partial=view.model_type not in IGNORES_PARTIAL,
         )
-        words = describe(found, base)
+        words = describe(found, view.trained_base or base)
         if not said or said[-1][1] != words:
             said.append((length, words))
     if len(said) == 1:
@@ -161,7 +167,7 @@ def _vllm(view: View, head_dim: int, longest: int, base: float) -> list[str]:
         block["original_max_position_embeddings"] = original if top is None or view.layer_type else top
     reach = vllm_max_model_len(block, longest, original_at_top=top, model_type=view.model_type)
     found = vllm_frequencies(block, head_dim=head_dim, max_position_embeddings=longest, max_model_len=reach)
-    lines = [f"max_model_len {reach} by itself; at every length: {describe(found, base)}"]
+    lines = [f"max_model_len {reach} by itself; at every length: {describe(found, view.trained_base or base)}"]
     rows = vllm_table_length(block, longest)
     if 0 < rows < reach:
         lines.append(f"its table ends at {rows}: longer input reads past the end, so pass --max-model-len {rows}")
@@ -189,7 +195,7 @@ def _llama_cpp(view: View, head_dim: int, longest: int, base: float) -> list[str
     trained = getattr(method, "trained_length", None) or longest
     made = export(method, "llama.cpp", head_dim=head_dim, trained_length=trained, target_length=longest)
     found = llama_cpp_frequencies(llama_cpp_rope(made.gguf_keys, made.gguf_tensors), n_ctx=longest)
-    lines = [f"with a context of {longest}: {describe(found, base)}"]
+    lines = [f"with a context of {longest}: {describe(found, view.trained_base or base)}"]
     if made.flags:
         lines.append("by flags: " + " ".join(made.flags))
     else:

@@ -294,14 +294,17 @@ def test_encodings_stay_float32_however_a_model_becomes_bfloat16() -> None:
         assert model.model.embed_tokens.weight.dtype != torch.float32
 
 
-def test_gradient_checkpointing_changes_nothing_and_refuses_what_would_lose_gradients() -> None:
+@pytest.mark.parametrize("encoding", ["fire", "clex", "rope-2d-mixed", "clex+kerple-log"])
+def test_gradient_checkpointing_changes_nothing_and_refuses_what_would_lose_gradients(encoding: str) -> None:
     ids = tokens()
-    model = make("fire", dropout=0.0).train()
+    model = make(encoding, dropout=0.0).train()
+    torch.manual_seed(1)
     model(ids, labels=ids).loss.backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model.gradient_checkpointing_enable()
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    torch.manual_seed(1)
     model(ids, labels=ids).loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain[name])

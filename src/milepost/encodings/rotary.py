@@ -178,6 +178,16 @@ class Rotation:
             self._tables[at, of, dtype] = cos, sin
         return self._tables[at, of, dtype]
 
+    def _make_learned(self) -> None:
+        """Learned tables belong to no layer: made within the first, they would be missing where that is run again.
+
+        (So gradient checkpointing does.)
+        """
+        cos, _ = self.table("queries", torch.float32)
+        if cos.requires_grad:
+            for at in ("queries", "keys"):
+                self.table(at, torch.float32, of="keys")
+
     def query(self, q: Tensor) -> Tensor:
         """``(B, H, Q, D) -> (B, H, Q, D)``."""
         factor = self.query_factor
@@ -206,6 +216,8 @@ class Rotation:
 
     def branch(self, near: int | None = None, far: int | None = None, chunk: int | None = None) -> Branch:
         """Both, ruling these distances."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._make_learned()
         return Branch(query=self.query, key=self.key, near=near, far=far, chunk=chunk)
 
 

@@ -40,6 +40,12 @@ def test_specs() -> None:
     )
     with pytest.raises(ValueError, match="name:option=value"):
         parse_spec("alibi:slope_scale")
+    assert parse_spec("clex:sample=false:a=true:scale=none:c=None") == (
+        "clex",
+        {"sample": False, "a": True, "scale": "none", "c": None},
+    )
+    with pytest.raises(TypeError, match="clex: sample is True or False; got 'no'"):
+        from_spec("clex:sample=no", GEOMETRY)
     schedule = from_spec("rope/rope/rope/nope", GEOMETRY)
     assert isinstance(schedule, PerLayer)
     assert [schedule.for_layer(i).name for i in range(5)] == ["rope", "rope", "rope", "nope", "rope"]

@@ -371,9 +371,12 @@ def build(name: str, **config: Any) -> Encoding:
 
     Raises:
         ValueError: an unknown or ambiguous name.
-        TypeError: an option it does not have, or one that is missing.
+        TypeError: an option it does not have, one that is missing, or words where it is a yes or a no.
     """
     entry = find(name)
+    for field in fields(entry.cls.Config):
+        if field.type == "bool" and isinstance(config.get(field.name), str):
+            raise TypeError(f"{name}: {field.name} is True or False; got {config[field.name]!r}")
     encoding = entry.cls(**{**dict(entry.preset), **config})
     encoding.info = entry  # type: ignore[misc]  # the instance answers to the name it was built by
     return encoding
@@ -394,7 +397,7 @@ def build_for(name: str, geometry: dict[str, Any], **options: Any) -> Encoding:
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """``"t5:num_buckets=8:max_distance=16"`` -> ``("t5", {"num_buckets": 8, "max_distance": 16})``.
 
-    Values are Python literals; anything else is a string.
+    Values are Python literals, in which true and false may be small; anything else is a string.
 
     Raises:
         ValueError: an option without ``=``.
@@ -405,10 +408,11 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{spec!r}: options are written name:option=value:option=value; got {pair!r}")
+        text = text.strip()
         try:
-            value = ast.literal_eval(text.strip())
+            value = ast.literal_eval(text.title() if text in ("true", "false") else text)
         except (ValueError, SyntaxError):
-            value = text.strip()
+            value = text
         options[key.strip().replace("-", "_")] = value
     return name.strip(), options
 

@@ -708,6 +708,66 @@ def test_gguf_rules(tmp_path: Path, keys: dict[str, Any], rule: str, words: str)
     assert report.exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"rope.scaling.factor": 4.0}, "slowed by 4 to 4"),  # linear where no type is named
+        ({"rope.scale_linear": 4.0}, "slowed by 4 to 4"),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "64 of 64 pairs as trained"),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, "64 of 64 pairs as trained"),
+    ],
+)
+def test_a_gguf_factor_is_told_as_llama_cpp_reads_it(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
+    report = diagnose(write_gguf(tmp_path / "m.gguf", {**KEYS, **keys}))
+    assert words in report.engines[""]["llama.cpp"][0]
+
+
+GGUF_YARN = {
+    **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32768},
+    "context_length": 131072,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensor", "rule"),
+    [
+        ({**GGUF_YARN, "rope.scaling.factor": 0.25}, None, "factor-below-one"),
+        ({**GGUF_YARN, "context_length": 40960}, None, "length-mismatch"),
+        ({**GGUF_YARN, "rope.scaling.attn_factor": 0.0}, None, "number-out-of-range"),
+        ({**GGUF_YARN, "rope.scaling.yarn_beta_fast": 0.5}, None, "range-backwards"),
+        ({}, torch.full((64,), -8.0), "number-out-of-range"),
+        ({}, torch.full((64,), math.nan), "number-out-of-range"),
+    ],
+)
+def test_gguf_numbers_are_in_their_range(tmp_path: Path, keys: dict[str, Any], tensor: Any, rule: str) -> None:
+    tensors = {} if tensor is None else {"rope_freqs.weight": tensor}
+    assert diagnose(write_gguf(tmp_path / "m.gguf", {**KEYS, **keys}, tensors)).rules() == (rule,)
+    assert diagnose(write_gguf(tmp_path / "good.gguf", {**KEYS, **GGUF_YARN})).verdict == "clean"
+
+
+def test_gguf_and_config_must_ask_for_the_same_frequencies(tmp_path: Path) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 8192}
+    long = {**KEYS, "context_length": 131072}
+    for keys, block, same in (
+        ({**KEYS, **GGUF_YARN}, YARN, True),
+        (long, YARN, False),
+        ({**KEYS, **GGUF_YARN}, None, False),
+        ({**KEYS, **GGUF_YARN, "rope.scaling.factor": 8.0}, YARN, False),
+        (long, llama3, False),  # rope_freqs.weight was lost
+        (long, None, True),
+    ):
+        write_gguf(tmp_path / "model.gguf", keys)
+        (tmp_path / "config.json").write_text(json.dumps({**GOOD, "rope_scaling": block}))
+        assert ("gguf-config-disagree" not in errors(diagnose(tmp_path / "model.gguf"))) == same
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 2560, **BARE}))
+    write_gguf(tmp_path / "model.gguf", long)
+    assert diagnose(tmp_path / "model.gguf").verdict == "clean"  # 128 channels a head by the class, not 80
+
+
+BARE = {"num_attention_heads": 32, "rope_theta": 1e6, "max_position_embeddings": 131072}
+
+
 def test_gguf_tensors_are_counted_and_what_llama_cpp_does_is_said(tmp_path: Path) -> None:
     bad = write_gguf(tmp_path / "bad.gguf", KEYS, {"rope_freqs.weight": torch.ones(32)})
     assert errors(diagnose(bad)) == ["list-length"]

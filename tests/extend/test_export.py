@@ -343,3 +343,72 @@ def test_a_configuration_can_be_exported_directly() -> None:
     divisors = torch.tensor(made.gguf_tensors["rope_freqs.weight"], dtype=torch.float64)
     assert bool((divisors[:29] == 1).all()) and float(divisors[-1]) == pytest.approx(8.0)
     assert made.gguf_keys["context_length"] == 131072
+
+
+# ---- whole files ----------------------------------------------------------------------------------------------------
+
+LLAMA3_BLOCK = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("block", "declared", "length"),
+    [
+        ({**LLAMA3_BLOCK, "original_max_position_embeddings": 8192}, 131072, 131072),  # not 8 * 8192
+        ({"rope_type": "dynamic", "alpha": 1000.0}, 32768, 32768),  # not 1000 times
+        ({"rope_type": "linear", "factor": 8.0}, 131072, 131072),  # already stretched
+        ({"rope_type": "linear", "factor": 8.0, "original_max_position_embeddings": 4096}, 4096, 32768),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 32768, 131072),
+    ],
+)
+def test_a_file_s_length_is_never_multiplied_twice(block: dict[str, Any], declared: int, length: int) -> None:
+    config = {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": declared, "rope_scaling": block}
+    made = export(config, "transformers")
+    assert made.max_position_embeddings == length
+    assert into_config(config, made, replace_trained=True)["max_position_embeddings"] == length
+    assert export(config, "vllm").max_model_len == length
+    assert export(config, "llama.cpp").gguf_keys["context_length"] == length
+
+
+@pytest.mark.parametrize("mscale", [1.0, 0.707])
+def test_deepseek_s_file_keeps_what_its_class_scales_the_softmax_by(mscale: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+    block = {"type": "yarn", "factor": 40, "mscale": mscale, "mscale_all_dim": mscale, "beta_fast": 32, "beta_slow": 1}
+    sizes = {"qk_rope_head_dim": 64, "rope_theta": 10000, "max_position_embeddings": 163840}
+    config = {**sizes, "rope_scaling": {**block, "original_max_position_embeddings": 4096}}
+    made = export(config, "transformers")
+    before = transformers.DeepseekV3Config(**json.loads(json.dumps(config)))
+    after = transformers.DeepseekV3Config(**sizes, rope_parameters=dict(made.rope_parameters))
+    scales = [yarn_apply_mscale(one.rope_parameters, 1.0) for one in (before, after)]
+    assert scales[0] == scales[1] == pytest.approx((0.1 * mscale * math.log(40) + 1) ** 2)
+    frequencies = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"]
+    found = [frequencies(one, torch.device("cpu")) for one in (before, after)]
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1] == pytest.approx(1.0)
+    override = json.loads(export(config, "vllm").overrides or "")["rope_parameters"]
+    assert override["mscale_all_dim"] == mscale and not {"attention_factor", "attn_factor"} & set(override)
+    with pytest.raises(ExportRefused, match="yarn_log_multiplier"):
+        export(config, "llama.cpp")
+
+
+def test_two_blocks_that_disagree_are_not_exported() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": 131072, "rope_scaling": yarn}
+    with pytest.raises(ValueError, match="say different things"):
+        export({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "vllm")
+    assert export({**config, "rope_parameters": {**yarn, "rope_theta": 1e6}}, "vllm").max_model_len == 131072
+    assert export({**config, "rope_parameters": {}}, "transformers").rope_parameters["rope_type"] == "yarn"
+
+
+def test_a_file_is_exported_as_its_class_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from milepost.cli import run
+
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 2560, "num_attention_heads": 32, "rope_theta": 1e6, "max_position_embeddings": 40960}
+    for model_type, width in (("qwen3", 128), ("llama", 80), ("gemma", 256)):
+        path.write_text(json.dumps({"model_type": model_type, **sizes}))
+        assert run(["export", str(path), "--engine", "llama.cpp", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["gguf_keys"]["rope.dimension_count"] == width
+    path.write_text(json.dumps({"model_type": "glm4", **sizes}))
+    assert run(["export", str(path), "--engine", "transformers", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["rope_parameters"]["partial_rotary_factor"] == 0.5

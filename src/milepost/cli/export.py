@@ -66,13 +66,22 @@ def export(
     except ValueError as error:
         raise UsageError(str(error)) from error
     trained = trained_length or _trained_length(config)
+    target = to if name is not None else to or exports.reached(config, layer_type=layer_type)
+    in_model = config.get("qk_rope_head_dim") is not None
     trained = None if getattr(chosen, "trained_length", None) else trained
     width = head_dim if head_dim is not None else _head_dim(config)
     results: list[dict[str, Any]] = []
     refused = 0
     for one in engines:
         try:
-            made = exports.export(chosen, one, head_dim=width, trained_length=trained, target_length=to)  # type: ignore[arg-type]  # checked above
+            made = exports.export(
+                chosen,
+                one,  # type: ignore[arg-type]  # checked above
+                head_dim=width,
+                trained_length=trained,
+                target_length=target,
+                softmax_in_model=in_model,
+            )
             results.append(made.to_dict())
             text = made.text()
         except exports.ExportRefused as error:
@@ -91,6 +100,7 @@ def export(
 def _config(source: str) -> dict[str, Any] | None:
     """The config.json at a path, or None where the source is a name."""
     from milepost.cli.errors import UsageError
+    from milepost.extend.doctor import as_its_class_reads
 
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
@@ -104,7 +114,7 @@ def _config(source: str) -> dict[str, Any] | None:
         raise UsageError(f"{path} is not JSON: {error}; `milepost doctor {path}` says more") from error
     if not isinstance(found, dict):
         raise UsageError(f"{path} is not an object; `milepost doctor {path}` says more")
-    return found
+    return as_its_class_reads(found)
 
 
 def _head_dim(config: dict[str, Any]) -> int | None:

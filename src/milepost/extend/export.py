@@ -35,8 +35,11 @@ from milepost.encodings.frequencies import (
     LogN,
     LongRope,
     Proportional,
+    Yarn,
     from_config,
     merge_scaling,
+    rope_fields,
+    usable_length,
 )
 from milepost.extend.engines import (
     LlamaCppRope,
@@ -139,6 +142,7 @@ class _Words:
     attention_factor: float
     trained_length: int
     target_length: int
+    softmax_in_model: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -149,12 +153,15 @@ def export(
     head_dim: int | None = None,
     trained_length: int | None = None,
     target_length: int | None = None,
+    softmax_in_model: bool | None = None,
 ) -> Export:
     """A frequency method (or the configuration that names one) in an engine's words, read back and compared.
 
     ``head_dim``: width of a head where only a part of it rotates (default: all of it does). ``trained_length``: where
-    the method has none of its own. ``target_length``: what max_position_embeddings should declare (default: trained
-    length times the factor).
+    the method has none of its own. ``target_length``: what max_position_embeddings should declare (default: the length
+    that a configuration reaches, see `usable_length`; for a method its trained length times the factor).
+    ``softmax_in_model``: whether the model class multiplies its softmax scale by mscale_all_dim itself, as DeepSeek's
+    do (default: whether the configuration has a qk_rope_head_dim).
 
     Raises `ExportRefused` with the reason when the engine cannot do it exactly, ValueError when a length is missing.
     """
@@ -163,11 +170,23 @@ def export(
     if not isinstance(method, FrequencyMethod):
         config = method
         method = from_config(config)
-        trained_length = trained_length or _declared(config)
+        own = method.original_length if isinstance(method, Dynamic) else getattr(method, "trained_length", None)
+        trained_length = trained_length or (None if own else _declared(config))
+        target_length = target_length or reached(config)
+        if softmax_in_model is None:
+            softmax_in_model = rope_fields(config).softmax_in_model
     head_dim = head_dim or method.rotary_dim
-    words = _words(method, engine, head_dim, trained_length, target_length)
+    words = _words(method, engine, head_dim, trained_length, target_length, bool(softmax_in_model))
     made = {"transformers": _transformers, "vllm": _vllm, "llama.cpp": _llama_cpp}[engine](method, words, head_dim)
     return _checked(made, method, words, head_dim)
+
+
+def reached(config: Any, *, layer_type: str | None = None) -> int | None:
+    """The length that a configuration's scaling reaches, or None where it states none."""
+    try:
+        return usable_length(config, layer_type=layer_type).length
+    except ValueError:
+        return None
 
 
 def _declared(config: Any) -> int | None:
@@ -179,7 +198,12 @@ def _declared(config: Any) -> int | None:
 
 
 def _words(
-    method: FrequencyMethod, engine: Engine, head_dim: int, trained_length: int | None, target_length: int | None
+    method: FrequencyMethod,
+    engine: Engine,
+    head_dim: int,
+    trained_length: int | None,
+    target_length: int | None,
+    softmax_in_model: bool,
 ) -> _Words:
     own = getattr(method, "trained_length", None)
     if isinstance(method, Dynamic):
@@ -202,13 +226,43 @@ def _words(
             "positions, and no engine has a word for it; unscaled_tokens=0 can be written"
         )
     notes: list[str] = []
-    attention = _attention(method, head_dim, notes)
+    in_model = softmax_in_model and isinstance(method, Yarn) and bool(method.mscale_all_dim)
+    attention = _cosines(method) if in_model else _attention(method, head_dim, notes)
     block = _block(method, engine, trained, attention, head_dim, notes)
+    if in_model:
+        block = _for_scaled_softmax(method, engine, block, notes)
     if isinstance(method, Dynamic):
         target = trained
     return _Words(
-        block=block, attention_factor=attention, trained_length=trained, target_length=target, notes=tuple(notes)
+        block=block,
+        attention_factor=attention,
+        trained_length=trained,
+        target_length=target,
+        softmax_in_model=in_model,
+        notes=tuple(notes),
     )
+
+
+def _cosines(method: FrequencyMethod) -> float:
+    """The factor of cosine and sine alone."""
+    return _number(method.frequencies().attention_factor)
+
+
+def _for_scaled_softmax(method: Any, engine: Engine, block: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The block for a class that reads mscale_all_dim for its softmax scale as well."""
+    if engine == "llama.cpp":
+        raise ExportRefused(
+            "the model scales its softmax by mscale_all_dim: llama.cpp reads rope.scaling.yarn_log_multiplier for it, "
+            "which its own converter writes from the checkpoint's block"
+        )
+    own = {key: getattr(method, key) for key in ("mscale", "mscale_all_dim") if getattr(method, key) is not None}
+    block = {**block, **own}
+    if len(own) == 2 and own["mscale"]:
+        del block["attention_factor"]
+    elif engine == "vllm":
+        raise ExportRefused("vLLM's DeepSeek type reads mscale and mscale_all_dim, and no attention_factor beside them")
+    notes.append("mscale_all_dim stays in the block: the model class scales its softmax by it")
+    return block
 
 
 def _attention(method: FrequencyMethod, head_dim: int, notes: list[str]) -> float:
@@ -386,7 +440,7 @@ def _vllm(method: FrequencyMethod, words: _Words, head_dim: int) -> Export:
     if kind == "linear":
         declared = math.ceil(target / block["factor"])
         notes.append(f"vLLM multiplies max_position_embeddings by a linear block's factor itself: declare {declared}")
-    if kind == "yarn":
+    if kind == "yarn" and "attention_factor" in block:
         natural = 1.0 if block["factor"] <= 1 else 0.1 * math.log(block["factor"]) + 1
         if abs(block["attention_factor"] - natural) < 1e-12:
             del block["attention_factor"]
@@ -510,14 +564,18 @@ def read_back(made: Export, *, head_dim: int, length: int) -> Frequencies:
 
 
 def llama_cpp_rope(keys: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> LlamaCppRope:
-    """The engine's settings from GGUF keys (without the architecture's prefix) and rope tensors."""
+    """The engine's settings from GGUF keys (without the architecture's prefix) and rope tensors.
+
+    As llama.cpp reads them: a factor without a type is linear, a factor of 0 is none, rope.scale_linear is an old name.
+    """
     tensors = tensors or {}
+    factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear"))
     return LlamaCppRope(
         dimension_count=int(keys["rope.dimension_count"]),
         freq_base=float(keys["rope.freq_base"]),
         context_length=int(keys["context_length"]),
-        scaling_type=str(keys.get("rope.scaling.type", "none")),
-        scaling_factor=float(keys.get("rope.scaling.factor", 1.0)),
+        scaling_type=str(keys.get("rope.scaling.type", "linear")),
+        scaling_factor=float(factor or 1.0),
         original_context_length=keys.get("rope.scaling.original_context_length"),
         attn_factor=float(keys.get("rope.scaling.attn_factor", 1.0)),
         yarn_log_multiplier=float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)),
@@ -546,7 +604,8 @@ def _checked(made: Export, method: FrequencyMethod, words: _Words, head_dim: int
     worst = 0.0
     for length in sorted({max(1, words.trained_length // 2), words.trained_length, 2 * words.trained_length}):
         wanted = method.frequencies(length)
-        worst = max(worst, difference(read_back(made, head_dim=head_dim, length=length), wanted, softmax_folded=True))
+        found = read_back(made, head_dim=head_dim, length=length)
+        worst = max(worst, difference(found, wanted, softmax_folded=not words.softmax_in_model))
     if not worst <= TOLERANCE:
         raise ExportRefused(
             f"{type(method).__name__} written for {made.engine} reads back with a relative difference of {worst:.2e}"

@@ -148,6 +148,27 @@ def _is_parameters(config: Any) -> bool:
     return isinstance(config, Mapping) and ("rope_type" in config or ("type" in config and "model_type" not in config))
 
 
+def _one_block(config: Mapping[str, Any], found: Any) -> Any:
+    """The block of a file that has both names for it: they must say the same, the base beside them included."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if not isinstance(new, Mapping) or not isinstance(old, Mapping) or not new or not old or _is_nested(new):
+        return found if new else old or found
+
+    def plain(block: Mapping[str, Any]) -> dict[str, Any]:
+        said = {key: value for key, value in block.items() if value is not None}
+        said.setdefault("rope_theta", config.get("rope_theta"))
+        kind = said.pop("type", None)
+        said.setdefault("rope_type", kind)
+        return said
+
+    if plain(new) != plain(old):
+        raise ValueError(
+            "rope_scaling and rope_parameters say different things: transformers 5 takes rope_scaling and forgets the "
+            "other; keep one"
+        )
+    return found
+
+
 def _is_nested(parameters: Mapping[str, Any]) -> bool:
     return bool(parameters) and all(value is None or isinstance(value, Mapping) for value in parameters.values())
 
@@ -162,6 +183,8 @@ def rope_fields(config: Any, layer_type: str | None = None) -> RopeFields:
     bare = _is_parameters(config)
     source = _Source({} if bare else config)
     raw = config if bare else source.get("rope_parameters", "rope_scaling")
+    if isinstance(config, Mapping) and not bare:
+        raw = _one_block(config, raw)
     if raw is not None and not isinstance(raw, Mapping):
         raise ValueError(f"rope parameters must be a mapping, got {type(raw).__name__}: {str(raw)[:60]}")
     parameters = dict(raw or {})

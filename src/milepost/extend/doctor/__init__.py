@@ -23,7 +23,7 @@ from milepost.encodings.frequencies import check_inv_freq, from_config
 from milepost.encodings.frequencies.config import THETA_KEYS
 from milepost.extend.doctor.check_model import BLOCKS, block_of, theta_of
 from milepost.extend.doctor.checks import CHECKS
-from milepost.extend.doctor.findings import Change, Finding, View, apply, number, whole
+from milepost.extend.doctor.findings import Change, Finding, View, apply, as_its_class_reads, number, whole
 from milepost.extend.doctor.gguf import check_gguf, check_gguf_layout, gguf_statements
 from milepost.extend.doctor.layout import (
     LayoutGuess,
@@ -43,6 +43,7 @@ __all__ = [
     "Report",
     "Rule",
     "SourceError",
+    "as_its_class_reads",
     "diagnose",
     "guess_layout",
     "pages",

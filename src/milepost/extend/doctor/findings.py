@@ -216,6 +216,18 @@ class View:
         return int(head_dim * partial)
 
 
+def as_its_class_reads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the head's width and rotated share that its class takes where the file states none."""
+    view = View(config=config, block={}, stated=False)
+    head_dim, stated = view.head_dim, {"head_dim", "qk_rope_head_dim", "kv_channels"} & set(config)
+    width = {} if stated or head_dim is None or view.model_type not in HEAD_DIMS else {"head_dim": head_dim}
+    share = view.partial
+    blocks = [config[name] for name in ("rope_parameters", "rope_scaling") if isinstance(config.get(name), dict)]
+    named = any("partial_rotary_factor" in block for block in blocks) or share is None
+    named = named or view.get("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_dim") is not None
+    return {**config, **width, **({} if named else {"partial_rotary_factor": share})}
+
+
 def apply(document: Any, changes: Iterable[Change]) -> Any:
     """A copy of a document with changes made; a path that is not there is created, or left alone when deleted."""
     document = copy.deepcopy(document)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from milepost.encodings.frequencies import rope_fields
-from milepost.extend.doctor.findings import Finding, figure, number, whole
+from milepost.encodings.frequencies import from_config, rope_fields
+from milepost.extend.doctor.findings import Finding, as_its_class_reads, figure, number, whole
 from milepost.extend.doctor.layout import Layout, LayoutGuess
 from milepost.extend.doctor.statements import describe
 from milepost.extend.engines import EngineError, llama_cpp_frequencies
@@ -64,14 +64,50 @@ def check_gguf(
             words=f"rope.scaling.type is {kind} and {key} is missing"
             + (f": llama.cpp measures against {context}" if "original" in key and context else ""),
         )
+    stretch = number(factor)
+    if stretch is not None and stretch < 1 and stretch != 0:
+        yield Finding(
+            rule="factor-below-one",
+            where=("rope.scaling.factor",),
+            words=f"rope.scaling.factor is {figure(stretch)}: pairs turn faster than in training",
+        )
+    positive = ("rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
+    for key in positive:
+        value = keys.get(key)
+        if value is not None and (number(value) is None or value <= 0):
+            yield Finding(rule="number-out-of-range", where=(key,), words=f"{key} is {value}, must be above 0")
+    fast = number(keys.get("rope.scaling.yarn_beta_fast", 32.0))
+    slow = number(keys.get("rope.scaling.yarn_beta_slow", 1.0))
+    if kind == "yarn" and fast is not None and slow is not None and fast < slow:
+        yield Finding(
+            rule="range-backwards",
+            where=("rope.scaling.yarn_beta_fast",),
+            words=f"rope.scaling.yarn_beta_fast {fast:g} is below yarn_beta_slow {slow:g}",
+        )
+    context, known = whole(keys.get("context_length")), whole(original)
+    if kind == "yarn" and context and known and stretch is not None and stretch >= 1:
+        if round(known * stretch) != context:
+            yield Finding(
+                rule="length-mismatch",
+                where=("context_length",),
+                words=f"rope.scaling.factor {stretch:g} x original_context_length {known} reaches "
+                f"{round(known * stretch)}, context_length says {context}",
+            )
     for name, values in tensors.items():
+        bad = next((value for value in values if number(value) is None or value <= 0), None)
+        if bad is not None:
+            yield Finding(
+                rule="number-out-of-range",
+                where=(name,),
+                words=f"{name} holds {bad}: every divisor must be a number above 0",
+            )
         dim = whole(keys.get("rope.dimension_count"))
         if dim is not None and len(values) != dim // 2:
             yield Finding(
                 rule="list-length", where=(name,), words=f"{name} has {len(values)} numbers for {dim // 2} pairs"
             )
     if config is not None:
-        yield from _against_config(keys, config)
+        yield from _against_config(keys, tensors, as_its_class_reads(config))
 
 
 def check_gguf_layout(architecture: Any, guess: LayoutGuess) -> Iterator[Finding]:
@@ -95,7 +131,10 @@ def _config_value(config: Mapping[str, Any] | None, name: str) -> Any:
         return None
 
 
-def _against_config(keys: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Finding]:
+def _against_config(
+    keys: Mapping[str, Any], tensors: Mapping[str, Any], config: Mapping[str, Any]
+) -> Iterator[Finding]:
+    found_any = False
     pairs = (
         ("rope.freq_base", "rope_theta", _config_value(config, "theta")),
         ("context_length", "max_position_embeddings", _config_value(config, "max_length")),
@@ -106,11 +145,39 @@ def _against_config(keys: Mapping[str, Any], config: Mapping[str, Any]) -> Itera
         found = number(keys.get(key))
         wanted = number(stated)
         if found is not None and wanted is not None and not math.isclose(found, wanted, rel_tol=1e-6):
+            found_any = True
             yield Finding(
                 rule="gguf-config-disagree",
                 where=(key,),
                 words=f"{key} is {figure(found)}, {name} of config.json is {figure(wanted)}",
             )
+    if not found_any:
+        yield from _frequencies_against(keys, tensors, config)
+
+
+def _frequencies_against(
+    keys: Mapping[str, Any], tensors: Mapping[str, Any], config: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """The frequencies themselves: a scaling that one of the two files has and the other has not."""
+    context = whole(keys.get("context_length"))
+    try:
+        method = from_config(config)
+        wanted = method.frequencies(context)
+        dim = 2 * wanted.inv_freq.numel()
+        base = float(keys["rope.freq_base"])
+        complete = {"rope.dimension_count": dim, **keys}
+        found = llama_cpp_frequencies(llama_cpp_rope(complete, tensors), n_ctx=context)
+        ours, theirs = wanted.inv_freq.flatten(), found.inv_freq.flatten()
+        if ours.shape == theirs.shape and bool(((ours - theirs).abs() <= 1e-4 * ours.abs()).all()):
+            return
+    except (ValueError, TypeError, KeyError, ZeroDivisionError, OverflowError, RuntimeError):
+        return  # what is wrong with one of them is found elsewhere
+    yield Finding(
+        rule="gguf-config-disagree",
+        where=("rope.scaling.type",),
+        words=f"llama.cpp computes {describe(found, base)}; config.json asks for {describe(wanted, base)}",
+        fix="convert again from the checkpoint that config.json belongs to",
+    )
 
 
 def _rotary(config: Mapping[str, Any]) -> Any:

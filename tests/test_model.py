@@ -316,6 +316,22 @@ def test_gradient_checkpointing_changes_nothing_and_refuses_what_would_lose_grad
     ("inputs", "message"),
     [
         ({}, "give input_ids or inputs_embeds"),
+        ({"input_ids": torch.zeros(4, dtype=torch.long)}, r"input_ids has shape \(batch, length\)"),
+        (
+            {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": torch.ones(3, 4)},
+            r"attention_mask has shape \(2, all tokens\); got \(3, 4\)",
+        ),
+        (
+            {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 1, 4, 4)},
+            r"attention_mask has shape \(2, all tokens\)",
+        ),
+        (
+            {
+                "input_ids": torch.zeros(1, 4, dtype=torch.long),
+                "attention_mask": torch.tensor([[-math.inf, 0.0, 0.0, 0.0]]),
+            },
+            "give attention_mask == 0 instead",
+        ),
         ({"input_ids": torch.zeros(1, 4, dtype=torch.long), "attention_mask": torch.ones(1, 3)}, "covers all 4 tokens"),
         (
             {
@@ -497,3 +513,12 @@ def test_lm_eval_runs_on_the_model() -> None:
     short = {"until": ["\n"], "max_gen_toks": 5}
     answers = lm.generate_until(ask("generate_until", ("Say:", short), ("A longer prompt", short)))
     assert len(answers) == 2 and all(isinstance(answer, str) for answer in answers)
+
+
+@torch.no_grad()
+def test_no_tokens_have_no_logits() -> None:
+    model, ids = make("alibi+rope"), tokens()
+    assert model(ids[:, :0]).logits.shape == (*ids[:, :0].shape, model.config.vocab_size)
+    cache = model(ids, use_cache=True).cache
+    model(ids[:, :0], cache=cache)
+    assert cache.get_seq_length() == ids.shape[1]

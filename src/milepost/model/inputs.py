@@ -33,6 +33,20 @@ def positions_of(
     config: MilepostConfig,
 ) -> Positions:
     """Where the new tokens ``x`` and all keys stand. A static cache's start stays on the device."""
+    if x.dim() != 3:
+        raise ValueError(
+            f"input_ids has shape (batch, length), inputs_embeds (batch, length, {config.width}); "
+            f"embedded, they have shape {tuple(x.shape)}"
+        )
+    for name, given in (("attention_mask", mask), ("position_ids", position_ids), ("document_ids", document_ids)):
+        if given is not None and (given.dim() != 2 or given.shape[0] not in (1, x.shape[0])):
+            raise ValueError(f"{name} has shape ({x.shape[0]}, all tokens); got {tuple(given.shape)}")
+    if mask is not None and mask.is_floating_point() and not torch.compiler.is_compiling():
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise ValueError(
+                "attention_mask is 1 for a token and 0 for padding; got a number that is neither, as masks have that "
+                "are added to logits: give attention_mask == 0 instead"
+            )
     if isinstance(cache, BoundedCache):
         return _bounded_positions(x, cache, mask, position_ids, document_ids, config)
     queries, device = x.shape[1], x.device
@@ -63,7 +77,7 @@ def positions_of(
     if mask is None and position_ids is None:
         key = torch.arange(keys, device=device)[None]
         query = torch.arange(queries, device=device)[None] + start
-        length = query[:, -1] + 1
+        length = start + queries if isinstance(start, Tensor) else torch.full((1,), keys, device=device)
         return Positions(query=query, key=key, query_start=start, length=length, slot_distance=True, **known)
     mask = torch.ones(x.shape[0], keys, device=device, dtype=torch.bool) if mask is None else mask
     if static:

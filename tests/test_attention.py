@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from milepost import Branch, DistanceBias, Positions, Terms, attend, build, explain
-from milepost.attention import BACKENDS, sdpa
+from milepost.attention import BACKENDS, library, sdpa
 
 POSITIONS: dict[str, Callable[[], Positions]] = {
     "full": lambda: Positions.full(40),
@@ -261,12 +261,17 @@ def test_softcap() -> None:
 # ---- what a caller may do to it ---------------------------------------------------------------------------------
 
 
+NATIVE = pytest.param(
+    "native", marks=pytest.mark.skipif(library.unavailable() is not None, reason=f"no kernel: {library.unavailable()}")
+)
+
+
 def decaying(length: int, heads: int = 4) -> tuple[Positions, Terms]:
     positions = Positions.full(length)
     return positions, build("alibi", num_heads=heads)(positions)
 
 
-@pytest.mark.parametrize("backend", ["native", "blocked", "sdpa", "rows"])
+@pytest.mark.parametrize("backend", [NATIVE, "blocked", "sdpa", "rows"])
 def test_a_negative_scale_is_a_scale(backend: str) -> None:
     positions, terms = decaying(600)
     q, k, v = (x.float() * 3 for x in tensors(positions))
@@ -282,7 +287,7 @@ def test_no_queries_or_no_keys_give_nothing_or_zeros(positions: Positions, backe
     assert out.shape == (2, 4, positions.num_queries, 16) and not out.any()
 
 
-@pytest.mark.parametrize("backend", ["auto", "native", "blocked", "sdpa", "rows", "reference"])
+@pytest.mark.parametrize("backend", ["auto", NATIVE, "blocked", "sdpa", "rows", "reference"])
 def test_keys_whose_biases_are_all_minus_infinity_are_no_keys(backend: str) -> None:
     positions, _ = decaying(40)
     table = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
@@ -293,7 +298,7 @@ def test_keys_whose_biases_are_all_minus_infinity_are_no_keys(backend: str) -> N
     assert out.isfinite().all() and not out[:, 0].any() and not out[:, 1, 0].any() and out[:, 1, 1:].any()
 
 
-@pytest.mark.parametrize("backend", ["auto", "native", "blocked", "sdpa", "rows", "reference"])
+@pytest.mark.parametrize("backend", ["auto", NATIVE, "blocked", "sdpa", "rows", "reference"])
 @pytest.mark.parametrize("side", ["left", "right", None])
 @pytest.mark.parametrize("queries", [1, 40])
 def test_a_nan_in_the_padding_stays_there(queries: int, side: str | None, backend: str) -> None:
@@ -348,7 +353,7 @@ def test_what_knows_no_tangents_says_so() -> None:
         torch.func.jvp(lambda x: attend(x, k, v, positions, terms, backend="blocked"), (q,), (q,))
 
 
-@pytest.mark.parametrize("backend", ["native", "blocked", "pairs"])
+@pytest.mark.parametrize("backend", [NATIVE, "blocked", "pairs"])
 def test_a_backward_pass_inside_autocast_is_as_exact_as_outside(backend: str) -> None:
     positions = Positions.full(150)
     if backend == "pairs":
@@ -397,3 +402,19 @@ def test_keys_of_another_dtype() -> None:
     for more in (terms, Terms()):
         want = attend(q.double(), k.double(), v.double(), positions, more, backend="reference")
         torch.testing.assert_close(attend(q, k, v, positions, more).double(), want, rtol=0, atol=2e-5)
+
+
+def test_second_derivatives_are_refused_in_words_or_exact() -> None:
+    positions, terms = decaying(40)
+    q, k, v = tensors(positions)
+
+    def penalty(backend: str) -> Tensor:
+        x = q.clone().requires_grad_()
+        out = attend(x, k, v, positions, terms, backend=backend).square().sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        slope.square().sum().backward()
+        return x.grad
+
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        penalty("blocked")
+    torch.testing.assert_close(penalty("rows"), penalty("reference"))

@@ -124,3 +124,15 @@ def test_distance_needs_one_axis() -> None:
     grid = torch.stack([positions.key, positions.key], -1)
     with pytest.raises(ValueError, match="rope-2d"):
         positions.mapped(grid, grid).distance()
+
+
+@pytest.mark.parametrize("queries", [-1, 6])
+def test_queries_are_among_the_keys(queries: int) -> None:
+    makers = [
+        lambda: Positions.full(5, queries=queries),
+        lambda: Positions.from_mask(torch.ones(1, 5), queries=queries),
+        lambda: Positions.from_documents(torch.zeros(1, 5, dtype=torch.long), queries=queries),
+    ]
+    for make in makers:
+        with pytest.raises(ValueError, match=f"the last of the 5 keys, 0 to 5 of them; got {queries}"):
+            make()

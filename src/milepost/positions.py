@@ -63,6 +63,7 @@ class Positions:
     ) -> Positions:
         """One unpadded sequence of ``length`` keys; the last ``queries`` of them (default: all) are queries."""
         queries = length if queries is None else queries
+        _check_queries(queries, length)
         key = torch.arange(length, device=device)[None]
         return cls(
             query=key[:, length - queries :],
@@ -148,6 +149,7 @@ class Positions:
         else:
             key = (count - 1).clamp(min=0)
         queries = keys if queries is None else queries
+        _check_queries(queries, keys)
         start: int | Tensor = keys - queries if query_start is None else query_start
         if isinstance(start, int):
             query = key[:, start : start + queries]
@@ -225,6 +227,7 @@ class Positions:
             key = torch.where(key_present.bool(), key, 0)
         keys = document.shape[1]
         queries = keys if queries is None else queries
+        _check_queries(queries, keys)
         return cls(
             query=key[:, keys - queries :],
             key=key,
@@ -382,3 +385,8 @@ class Positions:
     def of_keys(self) -> Positions:
         """Positions in which the keys are the queries too (all slots): for transforms that act on the keys."""
         return replace(self, query=self.key, query_start=0, query_document=self.key_document, query_segment=None)
+
+
+def _check_queries(queries: int, keys: int) -> None:
+    if not torch.compiler.is_compiling() and not 0 <= queries <= keys:
+        raise ValueError(f"the queries are the last of the {keys} keys, 0 to {keys} of them; got {queries}")

@@ -340,6 +340,16 @@ def _autograd(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
 _distance_attention.register_autograd(_autograd, setup_context=_setup_context)
 
 
+def _autograd_twice(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise RuntimeError(
+        "distance_attention has no second derivative: ask for the first without create_graph, or call attend with "
+        "backend='rows', which torch differentiates any number of times"
+    )
+
+
+_distance_attention_backward.register_autograd(_autograd_twice)
+
+
 def implementing(implementation: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> ModuleType:
     """The module whose `forward` and `backward` the operator runs."""
     if implementation == "triton":

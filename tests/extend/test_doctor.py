@@ -639,6 +639,23 @@ def test_a_file_that_is_no_text_and_deep_nesting_get_a_verdict(tmp_path: Path) -
     assert diagnose(path).rules() == ("not-json",)
     path.write_text("[" * 100_000)
     assert diagnose(path).rules() == ("not-json",)
+    wrong = json.dumps({**GOOD, "rope_scaling": {**YARN, "factor": "4.0"}})
+    for depth, rules in ((150, ("not-a-number",)), (600, ("not-json",)), (900, ("not-json",))):
+        path.write_text(f'{wrong[:-1]}, "x": {"[" * depth}{"]" * depth}}}')
+        report = diagnose(path)
+        assert report.rules() == rules and report.text() and json.dumps(report.to_dict(), indent=1)
+        assert (report.corrected is None) == (rules == ("not-json",))
+    inner: dict[str, Any] = {}
+    for _ in range(2000):
+        inner = {"x": inner}
+    assert diagnose(inner).rules() == ("not-json",)
+
+
+def test_half_a_character_can_be_printed(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "fac\\ud800tor": 2.0}}')
+    report = diagnose(path)
+    assert errors(report) == ["unknown-key"] and report.text().encode() and write_fixed(report).exists()
 
 
 # ---- GGUF -----------------------------------------------------------------------------------------------------------

@@ -52,6 +52,23 @@ def test_doctor_json_and_fix(config: Path, capsys: pytest.CaptureFixture[str]) -
     assert "nothing here can be corrected" in capsys.readouterr().out
 
 
+def test_doctor_reports_even_where_it_cannot_write(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import milepost.extend.doctor as doctor
+
+    def refused(*_: Any) -> Path:
+        raise PermissionError(13, "Permission denied", "config.fixed.json")
+
+    monkeypatch.setattr(doctor, "write_fixed", refused)
+    source = changed(config, max_position_embeddings=40960)
+    assert run(["doctor", source, "--fix"]) == 1
+    said = capsys.readouterr()
+    assert "length-mismatch" in said.out and "could not be written" in said.err and "Permission denied" in said.err
+    assert run(["doctor", source, "--fix", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] == "warning"
+
+
 def test_doctor_reads_an_override_with_its_checkpoint(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     override = json.dumps({"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
     arguments = ["doctor", override, "--checkpoint", str(config), "--json"]

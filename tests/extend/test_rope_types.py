@@ -397,3 +397,18 @@ def test_keys_that_a_model_family_declares_its_own_are_left_alone(ours: RopeType
     inv_freq, _ = FUNCTIONS["yarn"](config, device=torch.device("cpu"))
     wanted, _ = THEIRS["yarn"](config, device=torch.device("cpu"))
     torch.testing.assert_close(inv_freq, wanted, rtol=2e-6, atol=0)
+
+
+def test_a_wrong_block_is_a_rope_block_error_under_every_name() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    block = {"rope_type": "yarn", "rope_theta": 1e4, "factor": "4", "original_max_position_embeddings": 2048}
+    with register_rope_types(override=True):
+        config = transformers.LlamaConfig(**sizes, rope_parameters=dict(block))
+        with pytest.raises(RopeBlockError, match="factor must be a finite number, got '4'"):
+            transformers.LlamaForCausalLM(config)
+
+
+def test_the_key_that_is_not_read_is_named_as_it_was_written() -> None:
+    block = {"rope_type": "abf", "rope_theta": 1e4, "new_base": 1e6, "original_max_position_embeddings": 2048}
+    with pytest.raises(ValueError, match="unknown key 'original_max_position_embeddings'"):
+        from_config(block, head_dim=32)

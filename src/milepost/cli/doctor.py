@@ -58,7 +58,11 @@ def doctor(
         )
     except SourceError as error:
         raise UsageError(str(error)) from error
-    written = write_fixed(report) if fix and report.corrected is not None else None
+    written, unwritten = None, None
+    try:
+        written = write_fixed(report) if fix and report.corrected is not None else None
+    except OSError as error:  # the report is worth more than the copy
+        unwritten = error
     if json_:
         fixed = {"fixed": str(written)} if written is not None else {}
         typer.echo(json.dumps({**report.to_dict(), **fixed}, indent=1))
@@ -66,6 +70,9 @@ def doctor(
         typer.echo(report.text())
         if written is not None:
             typer.echo(f"\ncorrected copy: {written}")
-        elif fix:
+        elif fix and unwritten is None:
             typer.echo("\nnothing here can be corrected without knowing the model")
+    if unwritten is not None:
+        typer.echo(f"error: the corrected copy could not be written: {unwritten}", err=True)
+        return 1
     return report.exit_code

@@ -63,7 +63,10 @@ def rope_init_function(name: str) -> Callable[..., tuple[Tensor, float]]:
         head_dim = getattr(config, head_dim_key, None)
         if head_dim is None and head_dim_key != "head_dim":
             head_dim = config.hidden_size // config.num_attention_heads
-        method = from_config(config, layer_type=layer_type, head_dim=head_dim)
+        try:
+            method = from_config(config, layer_type=layer_type, head_dim=head_dim)
+        except ValueError as error:
+            raise RopeBlockError(str(error)) from error
         if method.length_dependent and "dynamic" not in name and getattr(method, "growth", None) != "switch":
             raise ValueError(
                 f"rope_type {name!r} would grow with the length, and transformers recomputes only types with 'dynamic' "

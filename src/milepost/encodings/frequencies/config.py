@@ -437,7 +437,9 @@ def _own_method(
     inner = options.pop("method", None)
     known = {field.name for field in dataclasses.fields(cls)} - {"rotary_dim", "base", "method"}
     grown_from = options.pop("trained_length", None) if dynamic and "trained_length" not in known else None
-    unknown = [f"unknown key {key!r}{nearest(key, known)}" for key in sorted(set(options) - known)]
+    written = {"trained_length": "original_max_position_embeddings"} if "trained_length" not in given else {}
+    strange = sorted(written.get(key, key) for key in set(options) - known)
+    unknown = [f"unknown key {key!r}{nearest(key, known)}" for key in strange]
     missing = sorted(
         field.name
         for field in dataclasses.fields(cls)

@@ -114,7 +114,7 @@ class Report:
         if self.corrected is not None:
             title = f"Corrected, except for {', '.join(self.left)}:" if self.left else "Corrected:"
             lines += ["", title, json.dumps(_rope_part(self.corrected), indent=2)]
-        return "\n".join(lines)
+        return "\n".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _rope_part(document: Any) -> Any:

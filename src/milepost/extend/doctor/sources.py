@@ -22,6 +22,8 @@ FLAT_KEYS = SHARED_KEYS.union({"method"}, *(required | optional for required, op
 """Keys of a flat block: an object under one of them is a mistake, not a layer type."""
 MARKS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
 """Byte order marks, and the encoding that each one names."""
+DEEPEST = 200
+"""Levels of nesting that are read."""
 OTHER_PARTS = ("vision", "visual", "audio", "image", "quant", "generation")
 """Words in the names of inner configurations that are not a language model's."""
 WATCHED = FLAT_KEYS.union(
@@ -62,6 +64,8 @@ def read(source: Any, kind: Kind | None = None) -> Document:
     Raises `SourceError` when there is nothing there.
     """
     if isinstance(source, Mapping):
+        if _deep(source):
+            return _from_text("[" * 2 * DEEPEST + "]" * 2 * DEEPEST, "mapping", kind)
         return Document(label="mapping", kind=kind or guess(source), data=plain(source))
     if isinstance(source, (list, tuple, int, float, bool)) or source is None:
         return Document(label="value", kind=kind or "config", data=source)
@@ -188,6 +192,10 @@ def _from_text(text: str, label: str, kind: Kind | None) -> Document:
         document = Document(label=label, kind=kind or "config")
         document.findings.append(Finding(rule="not-json", words=f"not JSON: {str(error)[:200]}"))
         return document
+    if _deep(data):
+        document = Document(label=label, kind=kind or "config")
+        document.findings.append(Finding(rule="not-json", words=f"nested more than {DEEPEST} deep: no configuration"))
+        return document
     document = Document(label=label, kind=kind or (guess(data) if isinstance(data, dict) else "config"), data=data)
     for name, values in twice.items():
         document.rewritten = True
@@ -200,6 +208,17 @@ def _from_text(text: str, label: str, kind: Kind | None) -> Document:
             )
         )
     return document
+
+
+def _deep(data: Any) -> bool:
+    """Whether lists and objects stand in each other further than any configuration's."""
+    level = [data]
+    for _ in range(DEEPEST):
+        containers = [one for one in level if isinstance(one, (dict, list))]
+        level = [item for one in containers for item in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return False
+    return any(isinstance(one, (dict, list)) for one in level)
 
 
 def _from_gguf(path: Path, label: str) -> Document:

@@ -651,6 +651,18 @@ def test_a_file_that_is_no_text_and_deep_nesting_get_a_verdict(tmp_path: Path) -
     assert diagnose(inner).rules() == ("not-json",)
 
 
+@pytest.mark.parametrize("value", [[], {}, {"a": 1}, [None], 10**400, math.nan, True, "NaN", ""])
+def test_any_value_under_any_key_gets_a_verdict(value: Any) -> None:
+    keys = ("model_type", "text_config", "llm_config", "layer_types", "head_dim", "rope_theta", "rotary_dim")
+    blocks = ("rope_scaling", "rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "alibi")
+    for key in (*keys, *blocks):
+        for kind in ("config", "override"):
+            assert diagnose({**GOOD, key: value}, kind=kind).text()  # type: ignore[arg-type]  # one of the kinds
+        assert diagnose(json.dumps({"rope_parameters": YARN}), checkpoint={**GOOD, key: value}).text()
+    for key in (*YARN, "type", "mrope_section", "alpha", "truncate", "short_factor", "partial_rotary_factor"):
+        assert diagnose({**GOOD, "rope_scaling": {**YARN, key: value}}).text()
+
+
 def test_half_a_character_can_be_printed(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "fac\\ud800tor": 2.0}}')

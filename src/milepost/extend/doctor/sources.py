@@ -360,9 +360,9 @@ def _parts(
         for key, value in data.items()
         if isinstance(value, dict) and key.endswith("_config") and not any(word in key for word in OTHER_PARTS)
     ]
-    if not _has_rope(data) and data.get("model_type") not in ROTARY and depth < 3:
+    if not _has_rope(data) and str(data.get("model_type")) not in ROTARY and depth < 3:
         found = [part for key, value in inner for part in _parts(document, value, (*prefix, key), depth + 1)]
-        found = [(config, where) for config, where in found if _has_rope(config) or config.get("model_type") in ROTARY]
+        found = [part for part in found if _has_rope(part[0]) or str(part[0].get("model_type")) in ROTARY]
         if found:
             yield from found
             return

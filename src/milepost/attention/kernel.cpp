@@ -19,6 +19,7 @@ enum { BACKWARD_ROWS = 96 };   // query rows packed at a time in the backward pa
 enum { PAD = FORWARD_ROWS + 2 * BLOCK + 64 };  // room around a line, so that whole tiles may be loaded
 enum { TURN_ROWS = 64 };    // rows of every head that one task rotates, so that their angles stay close
 enum { FEW_ROWS = 8 };      // so few rows are not worth a packed copy of the keys
+enum { STRIDE = BLOCK + 16 };  // from row to row of weights: of a power of two, few lines of a column stay in a cache
 enum { LINE_CHUNK = 64 };   // distances summarised by one maximum
 
 struct View {  // (batch, head, row, size): strides in elements, the last axis contiguous
@@ -308,6 +309,11 @@ APART void pack_transposed(float *to, const View &view, int64_t batch, int64_t h
     }
 }
 
+// Whether rows of a view already lie as `pack_rows` would put them.
+INLINE bool is_packed(const Call &c, const View &view, int64_t size, int64_t padded) {
+    return c.dtype == FLOAT32 && size == padded && view.row == size;
+}
+
 APART void pack_rows(float *to, const View &view, int64_t batch, int64_t head, int64_t row, int64_t count, int64_t dtype,
                int64_t size, int64_t padded, float scale) {
     const int64_t from = place(view, batch, head, row);
@@ -523,15 +529,32 @@ int64_t forward_scratch(const Shared *s) {
            rows * (int64_t)(sizeof(Row) + sizeof(Strip) + 8) + blocks * 16;
 }
 
-template <int ROWS>
-APART void forward_tile(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, float *to) {
-    const bool whole = sees_all(rows, ROWS, key, key + TILE);
-    for (int64_t j = 0; j < TILE; j += NV * W) {
-        Vec acc[ROWS][NV];
-        logits<ROWS, NV>(acc, s, rows, q, s->padded, keys + j, key + j, whole);
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NV; v++)
-            store(to + r * BLOCK + j + v * W, acc[r][v]);
+// The keys of a tile up to the last one that is seen, in whole vectors.
+INLINE int64_t vectors_end(int64_t seen) { return round_up(least(TILE, seen), W); }
+
+// Runs `step` for the keys j < end of a tile, as many vectors at a time as there are.
+#define FOR_VECTORS(end, step) \
+    for (int64_t j = 0, left; (left = (end - j) / W) > 0; j += (left < NV ? left : NV) * W) { \
+        if (left >= NV) { enum { VECS = NV }; step; } \
+        else if (left == 1) { enum { VECS = 1 }; step; } \
+        else if (left == 2) { enum { VECS = 2 }; step; } \
+        else { enum { VECS = NV < 4 ? 1 : 3 }; step; } \
     }
+
+template <int ROWS, int VECS>
+INLINE void forward_step(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, bool whole,
+                         float *to) {
+    Vec acc[ROWS][VECS];
+    logits<ROWS, VECS>(acc, s, rows, q, s->padded, keys, key, whole);
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < VECS; v++) store(to + r * BLOCK + v * W, acc[r][v]);
+}
+
+template <int ROWS>
+APART void forward_tile(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, int64_t seen,
+                        float *to) {
+    const bool whole = sees_all(rows, ROWS, key, key + TILE);
+    const int64_t end = vectors_end(seen);
+    FOR_VECTORS(end, (forward_step<ROWS, VECS>(s, rows, q, keys + j, key + j, whole, to + j)))
 }
 
 // The same straight from the keys' own rows: for few rows, which would not repay a packed copy.
@@ -678,7 +701,7 @@ void forward(Shared *s, int64_t task, char *scratch) {
             used_end = most(used_end, least(strip.hi, key_end));
         }
         if (!num_live) continue;
-        const bool straight = few && c.dtype == FLOAT32;
+        const bool straight = (few && c.dtype == FLOAT32) || is_packed(c, c.v, c.value_size, s->value_padded);
         const float *value_rows = straight ? (const float *)c.v.data + place(c.v, batch, key_head, key) : values;
         const int64_t value_step = straight ? c.v.row : s->value_padded;
         if (few) {
@@ -694,7 +717,7 @@ void forward(Shared *s, int64_t task, char *scratch) {
                     forward_dots<float>(s, rows + strip.row, strip.rows, mine, batch, key_head, key, from, to, coming, logit);
                 else
                     forward_dots<uint16_t>(s, rows + strip.row, strip.rows, mine, batch, key_head, key, from, to, coming,
-                                           logit);
+                                          logit);
             }
         }
         if (!straight)
@@ -710,16 +733,16 @@ void forward(Shared *s, int64_t task, char *scratch) {
                     if (strip.lo >= tile + TILE || strip.hi <= tile) continue;
                     const float *mine = q + strip.row * s->padded;
                     float *to = weight + strip.row * BLOCK + (tile - key);
-                    FOR_ROWS(strip.rows, forward_tile<ROWS>(s, rows + strip.row, mine, keys, tile, to))
+                    FOR_ROWS(strip.rows, forward_tile<ROWS>(s, rows + strip.row, mine, keys, tile, strip.hi - tile, to))
                 }
             }
         for (int64_t i = 0; i < num_live; i++) {
             const Strip &strip = strips[live[i]];
             const int64_t from = most(strip.lo, key) - key, to = least(strip.hi, key_end) - key;
-            const int64_t tile = from / TILE * TILE, tile_end = round_up(to, TILE);
+            const int64_t tile = from / TILE * TILE;
             float factor[16];
             FOR_ROWS(strip.rows, weigh<ROWS>(rows + strip.row, sums + strip.row * W, weight + strip.row * BLOCK + tile,
-                                             tile_end - tile, factor))
+                                             round_up(to - tile, W), factor))
             update_rows(strip.rows, out + strip.row * s->value_padded, s->value_padded, s->value_padded, factor,
                         weight + strip.row * BLOCK + from, BLOCK, 1, value_rows + from * value_step, value_step,
                         to - from);
@@ -765,39 +788,54 @@ void prepare_rows(Shared *s, int64_t task, char *) {
 
 int64_t backward_scratch(const Shared *s) {
     const int64_t rows = BACKWARD_ROWS;
-    return 64 * 16 + 4 * (rows * (s->padded + s->value_padded + 2 * BLOCK) +
+    return 64 * 16 + 4 * (rows * (s->padded + s->value_padded + 2 * STRIDE) +
                           BLOCK * (3 * s->padded + 2 * s->value_padded)) +
            rows * (int64_t)(sizeof(Row) + sizeof(Strip) + 8);
 }
 
+template <int ROWS, int VECS>
+INLINE void weights_step(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, bool whole,
+                         float *to) {
+    Vec acc[ROWS][VECS];
+    logits<ROWS, VECS>(acc, s, rows, q, s->padded, keys, key, whole);
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < VECS; v++)
+        store(to + r * STRIDE + v * W, power_of_two(acc[r][v] - rows[r].top));
+}
+
 template <int ROWS>
-APART void backward_weights(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, float *to) {
+APART void backward_weights(const Shared *s, const Row *rows, const float *q, const float *keys, int64_t key, int64_t seen,
+                            float *to) {
     const bool whole = sees_all(rows, ROWS, key, key + TILE);
-    for (int64_t j = 0; j < TILE; j += NV * W) {
-        Vec acc[ROWS][NV];
-        logits<ROWS, NV>(acc, s, rows, q, s->padded, keys + j, key + j, whole);
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NV; v++)
-            store(to + r * BLOCK + j + v * W, power_of_two(acc[r][v] - rows[r].top));
+    const int64_t end = vectors_end(seen);
+    FOR_VECTORS(end, (weights_step<ROWS, VECS>(s, rows, q, keys + j, key + j, whole, to + j)))
+    for (int r = 0; r < ROWS; r++)
+        for (int64_t j = end; j < TILE; j += W) store(to + r * STRIDE + j, (Vec){});
+}
+
+template <int ROWS, int VECS>
+INLINE void slopes_step(const Shared *s, const Row *rows, const float *grad, const float *values, int64_t key,
+                        const float *weight, float *to, float *table) {
+    Vec acc[ROWS][VECS];
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < VECS; v++) acc[r][v] = fill(-rows[r].delta);
+    multiply<ROWS, VECS>(acc, grad, s->value_padded, 1, values, TILE, s->call.value_size);
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < VECS; v++) {
+        acc[r][v] *= load(weight + r * STRIDE + v * W);
+        store(to + r * STRIDE + v * W, acc[r][v]);
+    }
+    if (!table) return;
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        float *line = table + rows[r].line % s->line_stride + key;
+        UNROLL for (int v = 0; v < VECS; v++) store(line + v * W, load(line + v * W) + acc[r][v]);
     }
 }
 
 template <int ROWS>
 APART void backward_logits(const Shared *s, const Row *rows, const float *grad, const float *values, int64_t key,
-                     const float *weight, float *to, float *table) {
-    for (int64_t j = 0; j < TILE; j += NV * W) {
-        Vec acc[ROWS][NV];
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NV; v++) acc[r][v] = fill(-rows[r].delta);
-        multiply<ROWS, NV>(acc, grad, s->value_padded, 1, values + j, TILE, s->call.value_size);
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NV; v++) {
-            acc[r][v] *= load(weight + r * BLOCK + j + v * W);
-            store(to + r * BLOCK + j + v * W, acc[r][v]);
-        }
-        if (!table) continue;
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            float *line = table + rows[r].line % s->line_stride + key + j;
-            UNROLL for (int v = 0; v < NV; v++) store(line + v * W, load(line + v * W) + acc[r][v]);
-        }
-    }
+                           int64_t seen, const float *weight, float *to, float *table) {
+    const int64_t end = vectors_end(seen);
+    FOR_VECTORS(end, (slopes_step<ROWS, VECS>(s, rows, grad, values + j, key + j, weight + j, to + j, table)))
+    for (int r = 0; r < ROWS; r++)
+        for (int64_t j = end; j < TILE; j += W) store(to + r * STRIDE + j, (Vec){});
 }
 
 void backward(Shared *s, int64_t task, char *scratch) {
@@ -811,8 +849,8 @@ void backward(Shared *s, int64_t task, char *scratch) {
 
     float *q = (float *)take(&scratch, 4 * BACKWARD_ROWS * s->padded);
     float *grad = (float *)take(&scratch, 4 * BACKWARD_ROWS * s->value_padded);
-    float *weight = (float *)take(&scratch, 4 * BACKWARD_ROWS * BLOCK);
-    float *slope = (float *)take(&scratch, 4 * BACKWARD_ROWS * BLOCK);
+    float *weight = (float *)take(&scratch, 4 * BACKWARD_ROWS * STRIDE);
+    float *slope = (float *)take(&scratch, 4 * BACKWARD_ROWS * STRIDE);
     float *keys = (float *)take(&scratch, 4 * BLOCK * s->padded);
     float *key_rows = (float *)take(&scratch, 4 * BLOCK * s->padded);
     float *values = (float *)take(&scratch, 4 * BLOCK * s->value_padded);
@@ -874,16 +912,23 @@ void backward(Shared *s, int64_t task, char *scratch) {
                               (float)c.scale);
                 }
                 const int64_t row = strips[0].row, row_end = strips[live - 1].row + strips[live - 1].rows;
-                pack_rows(q + row * s->padded, c.q, batch, head, start + row, row_end - row, c.dtype, c.size, s->padded,
-                          1.0f);
-                pack_rows(grad + row * s->value_padded, c.grad_out, batch, head, start + row, row_end - row, c.dtype,
-                          c.value_size, s->value_padded, 1.0f);
+                const float *q_rows = q, *grad_rows = grad;
+                if (is_packed(c, c.q, c.size, s->padded))
+                    q_rows = (const float *)c.q.data + place(c.q, batch, head, start);
+                else
+                    pack_rows(q + row * s->padded, c.q, batch, head, start + row, row_end - row, c.dtype, c.size,
+                              s->padded, 1.0f);
+                if (is_packed(c, c.grad_out, c.value_size, s->value_padded))
+                    grad_rows = (const float *)c.grad_out.data + place(c.grad_out, batch, head, start);
+                else
+                    pack_rows(grad + row * s->value_padded, c.grad_out, batch, head, start + row, row_end - row, c.dtype,
+                              c.value_size, s->value_padded, 1.0f);
                 float *table = table_part ? table_part + g * s->line_stride : 0;
                 int64_t from = key_end, to = key;
                 if (live * MR < row_end - row)
                     for (int64_t r = row; r < row_end; r++) {
-                        memset(weight + r * BLOCK, 0, 4 * BLOCK);
-                        memset(slope + r * BLOCK, 0, 4 * BLOCK);
+                        memset(weight + r * STRIDE, 0, 4 * BLOCK);
+                        memset(slope + r * STRIDE, 0, 4 * BLOCK);
                     }
                 for (int64_t i = 0; i < live; i++) {
                     from = least(from, most(strips[i].lo, key));
@@ -893,43 +938,50 @@ void backward(Shared *s, int64_t task, char *scratch) {
                     if (tile >= to || tile + TILE <= from) continue;
                     for (int64_t i = 0; i < live; i++) {
                         const Strip &strip = strips[i];
-                        float *p = weight + strip.row * BLOCK + (tile - key);
-                        float *ds = slope + strip.row * BLOCK + (tile - key);
+                        float *p = weight + strip.row * STRIDE + (tile - key);
+                        float *ds = slope + strip.row * STRIDE + (tile - key);
                         if (strip.lo >= tile + TILE || strip.hi <= tile) {
                             for (int64_t r = 0; r < strip.rows; r++) {
-                                memset(p + r * BLOCK, 0, 4 * TILE);
-                                memset(ds + r * BLOCK, 0, 4 * TILE);
+                                memset(p + r * STRIDE, 0, 4 * TILE);
+                                memset(ds + r * STRIDE, 0, 4 * TILE);
                             }
                             continue;
                         }
                         FOR_ROWS(strip.rows,
-                                 backward_weights<ROWS>(s, rows + strip.row, q + strip.row * s->padded,
-                                                        keys + (tile - key) * c.size, tile, p))
+                                 backward_weights<ROWS>(s, rows + strip.row, q_rows + strip.row * s->padded,
+                                                        keys + (tile - key) * c.size, tile, strip.hi - tile, p))
                     }
                     for (int64_t i = 0; i < live; i++) {
                         const Strip &strip = strips[i];
                         if (strip.lo >= tile + TILE || strip.hi <= tile) continue;
-                        float *p = weight + strip.row * BLOCK + (tile - key);
-                        float *ds = slope + strip.row * BLOCK + (tile - key);
+                        float *p = weight + strip.row * STRIDE + (tile - key);
+                        float *ds = slope + strip.row * STRIDE + (tile - key);
                         FOR_ROWS(strip.rows,
-                                 backward_logits<ROWS>(s, rows + strip.row, grad + strip.row * s->value_padded,
-                                                       values + (tile - key) * c.value_size, tile, p, ds, table))
+                                 backward_logits<ROWS>(s, rows + strip.row, grad_rows + strip.row * s->value_padded,
+                                                       values + (tile - key) * c.value_size, tile, strip.hi - tile, p,
+                                                       ds, table))
                     }
                 }
                 from -= key, to -= key;
                 for (int64_t j = from; j < to; j += MR) {
                     const int64_t some = least(MR, to - j);
+                    int64_t a = row_end, b = row;  // the rows that see any of these keys
+                    for (int64_t i = 0; i < live; i++)
+                        if (strips[i].lo < key + j + some && strips[i].hi > key + j) {
+                            a = least(a, strips[i].row);
+                            b = strips[i].row + strips[i].rows;
+                        }
+                    if (a >= b) continue;
                     update_rows(some, grad_v + j * s->value_padded, s->value_padded, s->value_padded, 0,
-                                weight + row * BLOCK + j, 1, BLOCK, grad + row * s->value_padded, s->value_padded,
-                                row_end - row);
-                    update_rows(some, grad_k + j * s->padded, s->padded, s->padded, 0, slope + row * BLOCK + j, 1, BLOCK,
-                                q + row * s->padded, s->padded, row_end - row);
+                                weight + a * STRIDE + j, 1, STRIDE, grad_rows + a * s->value_padded, s->value_padded, b - a);
+                    update_rows(some, grad_k + j * s->padded, s->padded, s->padded, 0, slope + a * STRIDE + j, 1, STRIDE,
+                                q_rows + a * s->padded, s->padded, b - a);
                 }
                 for (int64_t i = 0; i < live; i++) {
                     const Strip &strip = strips[i];
                     const int64_t a = most(strip.lo, key) - key, b = least(strip.hi, key_end) - key;
                     update_rows(strip.rows, query_part + (first_row + strip.row) * s->padded, s->padded, s->padded, 0,
-                                slope + strip.row * BLOCK + a, BLOCK, 1, key_rows + a * s->padded, s->padded, b - a);
+                                slope + strip.row * STRIDE + a, STRIDE, 1, key_rows + a * s->padded, s->padded, b - a);
                 }
             }
         for (int64_t j = key; j < key_end; j++) {

@@ -30,11 +30,11 @@ Measured with ALiBi, `blocked` against this backend: 1.0 at 2048 (share 0.7), 0.
 leave nothing out 1.1 to 1.2.
 """
 
-PAIR_NUMBERS, LEARNED_PAIR_NUMBERS = 1 << 21, 1 << 20
+PAIR_NUMBERS = 1 << 20
 """The largest mask, in numbers, that a bias of two positions is written out to; beyond it tiles are faster.
 
-Measured with FIRE on a CPU, tiles against masks: 0.5 million numbers 24 and 21 ms, 2.1 million 107 and 147 with
-gradients, 33 and 27 without.
+Measured with FIRE on a CPU, tiles against masks: 24 and 21 ms at 0.5 million numbers with gradients, 6.6 and 4.5
+without; 107 and 147 at 2.1 million, 22 and 49 without.
 """
 
 LEARNED_NUMBERS = 1 << 17
@@ -71,7 +71,7 @@ def refuses(
     if _learned(terms) and (torch.compiler.is_compiling() or _numbers(q, k) > LEARNED_NUMBERS):
         return f"a learned distance table of {q.shape[2]} x {k.shape[2]} pairs: its mask would need a gradient as large"
     if isinstance(terms.bias, PairBias) and dropout == 0 and not torch.compiler.is_compiling():
-        if _numbers(q, k) > (LEARNED_PAIR_NUMBERS if torch.is_grad_enabled() else PAIR_NUMBERS):
+        if _numbers(q, k) > PAIR_NUMBERS:
             return f"a bias of two positions would become a mask of {_numbers(q, k) * 4 / 2**20:.3g} MiB"
     by_intervals = positions.slot_distance and isinstance(positions.query_start, int) and dropout == 0
     by_distance = terms.bias is None or isinstance(terms.bias, DistanceBias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from milepost.encoding import Encoding, EncodingConfig, register
 from milepost.encodings.bias import block_of
-from milepost.kernels import Kernel, Start, as_float, make_kernel, naive_log_mean, new_parameter
+from milepost.kernels import Kernel, Start, as_float, log_sum_exp, make_kernel, naive_log_mean, new_parameter
 from milepost.positions import Positions
 from milepost.terms import DistanceBias, PairBias, Terms, distance_bias
 
@@ -176,8 +175,7 @@ class MEP(Encoding):
             weights = torch.tensor(self._log_weights(), dtype=logs.dtype, device=logs.device)
         else:
             weights = self.log_weights.log_softmax(0).to(logs.dtype)
-        # Pair by pair: torch.logsumexp takes five times as long where far kernels underflow.
-        return functools.reduce(torch.logaddexp, logs + weights.view(shape))
+        return log_sum_exp(logs + weights.view(shape))
 
     def converges(self) -> list[bool]:
         """For each head, whether the sum of ``exp(bias)`` over all distances is finite: if every kernel's is."""

@@ -144,7 +144,8 @@ def test_patterns(pattern: Callable[[int, int], tuple[Tensor, Tensor]]) -> None:
 def test_tables_and_what_is_skipped(table: Callable[[int, int, int], Tensor], norm: float) -> None:
     """Skipping moves nothing beyond rounding, also where a far key matters and where norms are large."""
     leaves, where = make(66, 190, causal, table, heads=2, key_heads=1, norm=norm, batch=1)
-    compare(leaves, where, 2e-5 if norm > 1 else 5e-6)
+    # Logits near 200 are rounded by 8e-6 or less, each summand of a product too: how it adds up is the processor's.
+    compare(leaves, where, 6e-5 if norm > 1 else 5e-6)
     on = distance_attention(*leaves, **where, implementation="triton")[0]
     off = distance_attention(*leaves, **where, implementation="triton", skip_eps=0.0)[0]
     torch.testing.assert_close(on, off, rtol=0, atol=1e-6)

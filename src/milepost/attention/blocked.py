@@ -7,6 +7,7 @@ device and dtype, and the compiled kernel that `library.py` loads, on a CPU wher
 from __future__ import annotations
 
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -340,7 +341,7 @@ def _autograd(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
 _distance_attention.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def _autograd_twice(ctx, *grads):  # type: ignore[no-untyped-def]
+def _autograd_twice(ctx: object, *grads: Tensor) -> NoReturn:
     raise RuntimeError(
         "distance_attention has no second derivative: ask for the first without create_graph, or call attend with "
         "backend='rows', which torch differentiates any number of times"

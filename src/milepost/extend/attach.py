@@ -147,9 +147,10 @@ class Attachment:
                     self._undo.append(_silence(module))
         before = model.config._attn_implementation
         # Weakly: the registries outlive a model that is dropped while attached, and must not keep it in memory.
-        me = weakref.ref(self)
-        AttentionInterface.register(key, lambda *args, **kwargs: me()._attention(*args, **kwargs))  # type: ignore[union-attr]  # alive: its model is running
-        AttentionMaskInterface.register(key, lambda *args, **kwargs: me()._mask(*args, **kwargs))  # type: ignore[union-attr]
+        # While they are called its model runs, and holds it.
+        me: Any = weakref.ref(self)
+        AttentionInterface.register(key, lambda *args, **kwargs: me()._attention(*args, **kwargs))
+        AttentionMaskInterface.register(key, lambda *args, **kwargs: me()._mask(*args, **kwargs))
         forget = weakref.finalize(self, _unregister, key)
         self._undo.append(lambda: forget() and None)
         own = attention_modules(model)
@@ -358,7 +359,7 @@ class Attachment:
 
     def _attention(
         self,
-        module: nn.Module,
+        module: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -377,7 +378,7 @@ class Attachment:
             )
         if s_aux is not None:
             raise ValueError(f"{type(self.model).__name__} has attention sinks (s_aux), which attach does not serve")
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = int(module.layer_idx)
         terms = call.terms[layer]
         bound = None if terms.bias is None else _key_bound(self._now.inputs.get("cache"), layer, k)
         out = attend(
